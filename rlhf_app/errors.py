@@ -1,0 +1,22 @@
+"""Errors that a user can fix, and the exit codes that go with them.
+
+Raise `ConfigError` for bad input: one line that names the flag, file, row or setting, then
+the fix. The command line prints it without a traceback and exits with 2 (`--debug` shows
+the traceback). Our own invariants are `assert`s, not `ConfigError`s.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 3
+EXIT_REFUSED = 4
+
+
+class ConfigError(ValueError):
+    """Bad input from the user; the message is one line and names the fix."""
+
+
+class StageFailed(RuntimeError):
+    """A worker process failed; the message names stage, rank, cause and log file."""
