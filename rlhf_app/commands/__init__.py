@@ -1,0 +1,1 @@
+"""The commands of `rlhf`; importing one does not import torch."""

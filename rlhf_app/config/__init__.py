@@ -1,0 +1,1 @@
+"""Settings of a run: schema, presets, merging and error messages. Free of torch."""

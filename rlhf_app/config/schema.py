@@ -12,9 +12,16 @@ This module stays free of torch so that `rlhf --help` is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 StageName = Literal["sft", "reward", "ppo"]
 STAGES: tuple[StageName, ...] = ("sft", "reward", "ppo")
@@ -28,7 +35,9 @@ ZeroStage = Literal[0, 1, 2, 3]
 class Section(BaseModel):
     """Base of all settings groups: immutable, unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -64,16 +73,41 @@ class SourceConfig(Section):
     )
 
 
+def parse_source(text: str) -> dict[str, object]:
+    """Split `path` or `path=weight`, the short form of a source.
+
+    Only a number after the last `=` is a weight, so that a path may hold an equals sign.
+    """
+    path, equals, weight = text.rpartition("=")
+    if not equals:
+        return {"path": text}
+    try:
+        return {"path": path, "weight": float(weight)}
+    except ValueError:
+        return {"path": text}
+
+
+def _expand_sources(value: object) -> object:
+    """Let a list of sources hold short forms, and a single source stand alone."""
+    items = [value] if isinstance(value, str | dict) else value
+    if not isinstance(items, list | tuple):
+        return value
+    return [parse_source(item) if isinstance(item, str) else item for item in items]
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_expand_sources)]
+
+
 class DataConfig(Section):
     """What is trained and evaluated on, and how text becomes tokens."""
 
-    sources: tuple[SourceConfig, ...] = Field(
+    sources: Sources = Field(
         (), description="Preference or instruction data, split across the stages."
     )
-    sft: tuple[SourceConfig, ...] = Field((), description="Replaces the split for SFT.")
-    reward: tuple[SourceConfig, ...] = Field((), description="Replaces the split for the RM.")
-    ppo: tuple[SourceConfig, ...] = Field((), description="Replaces the split for PPO prompts.")
-    eval: tuple[SourceConfig, ...] = Field(
+    sft: Sources = Field((), description="Replaces the split for SFT.")
+    reward: Sources = Field((), description="Replaces the split for the RM.")
+    ppo: Sources = Field((), description="Replaces the split for PPO prompts.")
+    eval: Sources = Field(
         (), description="Held-out data for every stage; unset: a share of each stage's rows."
     )
     split: tuple[float, float, float] | Literal["shared"] = Field(
@@ -102,6 +136,21 @@ class DataConfig(Section):
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
     )
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _shares_from_text(cls, value: object) -> object:
+        if isinstance(value, str) and value != "shared":
+            value = value.split(",")
+        if isinstance(value, list | tuple):
+            try:
+                shares = [float(share) for share in value]
+            except (TypeError, ValueError):
+                shares = []
+            if len(shares) != 3:
+                raise ValueError("expected three shares such as 2,4,4, or shared")
+            return shares
+        return value
 
     @field_validator("split")
     @classmethod
@@ -224,9 +273,7 @@ class PPOConfig(Section):
     target_kl: float | None = Field(
         None, gt=0, description="Stop a PPO epoch loop when mean k3 per token exceeds this."
     )
-    critic_warmup_updates: int = Field(
-        0, ge=0, description="First updates train the critic only."
-    )
+    critic_warmup_updates: int = Field(0, ge=0, description="First updates train the critic only.")
     eval_every: int = Field(0, ge=0, description="Updates between evaluations; 0: start and end.")
     eval_prompts: int = Field(256, ge=1, description="At most this many prompts an evaluation.")
     samples: int = Field(4, ge=0, description="Prompts shown side by side in the final table.")

@@ -1,0 +1,1 @@
+"""From a deployment type to supervised worker processes. Free of torch."""

@@ -1,0 +1,95 @@
+"""One worker process of one stage: `python -m rlhf_app.commands.worker RUN_DIR STAGE`.
+
+The controller starts it, alone or once per rank under torchrun; run by hand it prints to the
+terminal. RANK, LOCAL_RANK and WORLD_SIZE decide its part (unset: the only one).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from rlhf_app.config.load import load_saved
+from rlhf_app.config.schema import STAGES, RunConfig, StageName
+from rlhf_app.deployment.child_process import LOG_TO_FILES, die_with_parent
+from rlhf_app.deployment.failures import WorkerError, write_error
+from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
+from rlhf_app.origins import check_origins
+from rlhf_app.run_directory import RunDirectory
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run this process's part of a stage.
+
+    Args:
+        arguments: run directory and stage; None takes the command line.
+
+    Returns:
+        Exit code: 0, 1 on a failure, 2 on bad input. On both of the latter
+        `error_rank<r>.json` says what happened.
+    """
+    run_path, stage = _parse(sys.argv[1:] if arguments is None else arguments)
+    run = RunDirectory(run_path)
+    rank = int(os.environ.get("RANK", "0"))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if os.environ.get(LOG_TO_FILES) == "1":
+        _redirect_output(run.log(stage, rank))
+        die_with_parent(signal.SIGKILL)
+    try:
+        check_origins()
+        config = load_saved(run.config)
+        _check_device(config)
+        _stage_module(stage).main(config, run)
+    except Exception as error:
+        traceback.print_exc()
+        write_error(run.error(stage, rank), WorkerError.from_exception(error))
+        return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
+    return EXIT_OK
+
+
+def _parse(arguments: list[str]) -> tuple[Path, StageName]:
+    if len(arguments) == 2:
+        for stage in STAGES:
+            if arguments[1] == stage:
+                return Path(arguments[0]), stage
+    print("usage: python -m rlhf_app.commands.worker RUN_DIR {sft,reward,ppo}", file=sys.stderr)
+    raise SystemExit(EXIT_BAD_INPUT)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send this process's output, native libraries' included, to its own log file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def _check_device(config: RunConfig) -> None:
+    """Refuse a GPU deployment that this torch cannot serve, before any model is loaded."""
+    if config.deployment.type not in ("single_gpu", "single_node"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"deployment.type = {config.deployment.type}: torch {torch.__version__} sees no "
+            "CUDA device; use --deployment-type cpu, or install a CUDA build of torch"
+        )
+
+
+def _stage_module(stage: StageName) -> ModuleType:
+    # By name and only here: the library must not import a stage at module top.
+    return importlib.import_module(f"stages.{stage}.train")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""What a failing worker leaves behind, and how the controller reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_app.config.schema import StageName
+from rlhf_app.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerError:
+    """Why a worker stopped.
+
+    Attributes:
+        type: class of the exception.
+        message: its text.
+        last_line: last line of the traceback, which names type and message.
+        traceback: all of it.
+        time: seconds since the epoch: the first to fail is the cause, the others follow.
+    """
+
+    type: str
+    message: str
+    last_line: str
+    traceback: str
+    time: float
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> WorkerError:
+        """Describe an exception that was caught."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        name = type(error).__name__
+        message = str(error)
+        first = message.splitlines()[0] if message else ""
+        return cls(name, message, f"{name}: {first}" if first else name, text, time.time())
+
+
+def write_error(path: Path, error: WorkerError) -> None:
+    """Write `error_rank<r>.json`; the rename makes it whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(error), indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def first_error(
+    run: RunDirectory, stage: StageName, world_size: int
+) -> tuple[int, WorkerError] | None:
+    """The rank that failed first and why, or None when no worker could say."""
+    found = []
+    for rank in range(world_size):
+        path = run.error(stage, rank)
+        if path.is_file():
+            found.append((rank, WorkerError(**json.loads(path.read_text(encoding="utf-8")))))
+    return min(found, key=lambda item: item[1].time, default=None)
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended from `Popen.returncode`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
+
+
+def last_log_line(paths: Iterable[Path]) -> tuple[Path, str] | None:
+    """The first of the log files that is not empty, with its last line."""
+    for path in paths:
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            for line in reversed(lines):
+                if line.strip():
+                    return path, line.strip()
+    return None

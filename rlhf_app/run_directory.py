@@ -1,0 +1,84 @@
+"""Where every file of a run lies.
+
+<out>/config.yaml manifest.json summary.json
+<out>/<stage>/metrics.jsonl result.json logs/rank0.log error_rank0.json
+<out>/sft/model/  <out>/reward/model/  <out>/ppo/actor/  <out>/ppo/critic/
+<out>/embedded/   the built-in model and data, when the run uses them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_app.config.schema import StageName
+
+_ARTIFACTS: dict[StageName, str] = {"sft": "model", "reward": "model", "ppo": "actor"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Names paths only; it creates nothing.
+
+    Attributes:
+        path: the run's output directory.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        return self.path / "config.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """What is finished, from which settings and inputs."""
+        return self.path / "manifest.json"
+
+    @property
+    def summary(self) -> Path:
+        """The final numbers."""
+        return self.path / "summary.json"
+
+    @property
+    def embedded(self) -> Path:
+        """The built-in model and data."""
+        return self.path / "embedded"
+
+    def stage(self, stage: StageName) -> Path:
+        """The directory of one stage."""
+        return self.path / stage
+
+    def artifact(self, stage: StageName) -> Path:
+        """The Hugging Face directory that a stage produces; for PPO that is the actor."""
+        return self.stage(stage) / _ARTIFACTS[stage]
+
+    @property
+    def critic(self) -> Path:
+        """PPO's second product."""
+        return self.stage("ppo") / "critic"
+
+    def metrics(self, stage: StageName) -> Path:
+        """One JSON object a line, written as training goes."""
+        return self.stage(stage) / "metrics.jsonl"
+
+    def result(self, stage: StageName) -> Path:
+        """Written last by rank 0: a stage that has it is finished."""
+        return self.stage(stage) / "result.json"
+
+    def logs(self, stage: StageName) -> Path:
+        """The directory of log files."""
+        return self.stage(stage) / "logs"
+
+    def log(self, stage: StageName, rank: int) -> Path:
+        """What one worker printed."""
+        return self.logs(stage) / f"rank{rank}.log"
+
+    def launcher_log(self, stage: StageName) -> Path:
+        """What was printed before the workers took over their own logs."""
+        return self.logs(stage) / "launcher.log"
+
+    def error(self, stage: StageName, rank: int) -> Path:
+        """Why one worker failed, as JSON."""
+        return self.stage(stage) / f"error_rank{rank}.json"
