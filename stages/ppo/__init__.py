@@ -1,0 +1,1 @@
+"""Stage 3: PPO against the reward model."""

@@ -1,0 +1,139 @@
+"""Held-out evaluation of a policy: reward, gold score, KL, diversity, length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from data_sources.examples import PromptExample
+from rlhf_app.config.schema import PPOConfig
+from rlhf_app.hybrid_engine import Generator, HybridEngine
+from rlhf_app.training.distributed import Dist
+from stages.ppo.experience import lay_out
+from stages.ppo.logprobs import score_policy
+from stages.ppo.models import PPOModels
+from stages.ppo.rollout import sampling_params
+
+Scorer = Callable[[list[str], list[str]], list[float]]
+
+# One fixed rollout step, so that every policy answers with the same random numbers and the
+# difference between two evaluations is the policies'.
+EVALUATION_STEP = 2**30
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """Means over the held-out prompts.
+
+    Attributes:
+        reward: normalised, clipped score of the reward model, missing-EOS rule applied.
+        gold: mean of the independent scorer, or None.
+        kl_per_answer: sum over tokens of log pi - log pi_ref, mean over answers, nats.
+        distinct_3: distinct token trigrams over all trigrams of all answers.
+        answer_length: tokens, EOS included.
+        eos_rate: share of answers that end with a stop token.
+        answers: decoded, in prompt order.
+    """
+
+    reward: float
+    gold: float | None
+    kl_per_answer: float
+    distinct_3: float
+    answer_length: float
+    eos_rate: float
+    answers: list[str]
+
+    def numbers(self) -> dict[str, float]:
+        """The scalar fields that are known, for the metrics file."""
+        return {k: v for k, v in asdict(self).items() if isinstance(v, float)}
+
+
+def distinct_n(answers: Sequence[Sequence[int]], n: int = 3) -> float:
+    """Distinct n-grams over all n-grams (Li et al. 2016, arXiv:1510.03055), over all answers.
+
+    Args:
+        answers: token ids.
+        n: size of a gram.
+
+    Returns:
+        A share in (0, 1]; 0 when no answer has n tokens.
+    """
+    grams = [tuple(a[i : i + n]) for a in answers for i in range(len(a) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def evaluate_policy(
+    sampler: HybridEngine | Generator,
+    policy: Any,
+    models: PPOModels,
+    prompts: Sequence[PromptExample],
+    ppo: PPOConfig,
+    dist: Dist,
+    *,
+    gold: Scorer | None,
+    seed: int,
+) -> PolicyReport:
+    """Answer every prompt once and score the answers. Prompts are shared out over the ranks.
+
+    Args:
+        sampler: generates from the policy.
+        policy: the module or engine whose log-probs are compared with the reference's.
+        models: reference, reward model and formats.
+        prompts: held-out prompts, the same list on every rank.
+        ppo: settings.
+        dist: process group.
+        gold: independent scorer of (prompt texts, answer texts).
+        seed: of the run.
+
+    Returns:
+        The same report on every rank.
+    """
+    uids = list(range(dist.rank, len(prompts), dist.world_size))
+    mine = [prompts[uid] for uid in uids]
+    per_answer: list[tuple[int, str, list[int], bool, float, float, float | None]] = []
+    if mine:
+        params = sampling_params(models, ppo, seed=seed, step=EVALUATION_STEP)
+        rollout = sampler.rollout([p.input_ids for p in mine], params, uids=uids)
+        texts = [models.chat_format.decode(tokens) for tokens in rollout.tokens]
+        golds = gold([p.text for p in mine], texts) if gold else [None] * len(mine)
+        for start in range(0, len(mine), ppo.micro_batch_size):
+            rows = slice(start, start + ppo.micro_batch_size)
+            answers = lay_out(
+                [p.input_ids for p in mine[rows]], rollout.tokens[rows], device=dist.device
+            )
+            logprobs = [
+                score_policy(
+                    model,
+                    answers,
+                    temperature=ppo.temperature,
+                    suppress_ids=models.suppress_ids,
+                )[0]
+                for model in (policy, models.reference)
+            ]
+            kl_B = (logprobs[0] - logprobs[1]).where(answers.action_mask_BT, 0.0).sum(dim=1)
+            scores_B = models.scorer(
+                answers, mine[rows], rollout.tokens[rows], rollout.stopped[rows]
+            )
+            per_answer += zip(
+                uids[rows],
+                texts[rows],
+                rollout.tokens[rows],
+                rollout.stopped[rows],
+                scores_B.tolist(),
+                kl_B.tolist(),
+                golds[rows],
+                strict=True,
+            )
+    gathered = sorted(row for part in dist.gather_objects(per_answer) for row in part)
+    _, texts, tokens, stopped, scores, kls, golds = zip(*gathered, strict=True)
+    count = len(gathered)
+    return PolicyReport(
+        reward=sum(scores) / count,
+        gold=sum(golds) / count if gold else None,
+        kl_per_answer=sum(kls) / count,
+        distinct_3=distinct_n(tokens),
+        answer_length=sum(map(len, tokens)) / count,
+        eos_rate=sum(stopped) / count,
+        answers=list(texts),
+    )

@@ -1,0 +1,172 @@
+"""The four models of PPO: actor, critic, reference and reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf_app.config.schema import RunConfig
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine import HybridEngine
+from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
+from rlhf_app.models.scalar_head import (
+    ScalarHeadModel,
+    ScoreStats,
+    load_scalar_model,
+    new_scalar_model,
+)
+from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.training.deepspeed_config import engine_for
+from rlhf_app.training.distributed import Dist
+from stages.ppo.reward import RewardScorer
+
+
+@dataclass(frozen=True)
+class PPOModels:
+    """Everything with weights in stage 3.
+
+    Attributes:
+        actor: trained, and sampled from the same weights.
+        critic: trained engine around a `ScalarHeadModel`.
+        reference: the actor's starting point, frozen.
+        scorer: the frozen reward model.
+        tokenizer, chat_format, tokenizer_id: the actor's.
+        suppress_ids: tokens that rollouts never sample, in no policy's support.
+    """
+
+    actor: HybridEngine
+    critic: Any
+    reference: torch.nn.Module
+    scorer: RewardScorer
+    tokenizer: Any
+    chat_format: ChatFormat
+    tokenizer_id: str
+    suppress_ids: tuple[int, ...]
+
+
+def fold_normalisation(model: ScalarHeadModel, stats: ScoreStats) -> None:
+    """Rewrite the head in place so that it outputs (raw - mean) / std.
+
+    The critic then starts as the reward model's normalised score, affine included: it predicts
+    rewards on the scale on which they arrive.
+    """
+    std = max(stats.std, stats.std_floor)
+    with torch.no_grad():
+        model.head.bias.copy_((model.head.bias.float() - stats.mean) / std)
+        model.head.weight.copy_(model.head.weight.float() / std)
+
+
+def load_models(
+    config: RunConfig, inputs: dict[str, str], dist: Dist, total_optimizer_steps: int
+) -> PPOModels:
+    """Load the four models and wrap the trained two in engines.
+
+    Args:
+        config: the run.
+        inputs: paths of `actor` and `reward`.
+        dist: process group and device.
+        total_optimizer_steps: length of the learning-rate schedules.
+
+    Raises:
+        ConfigError: a path is no usable model, or the lengths exceed the model's positions.
+    """
+    ppo = config.ppo
+    dtype = resolve_dtype(config.model.dtype, dist.device)
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(inputs["actor"], trust_remote_code=trust)
+
+    def causal_lm(checkpointing: bool) -> Any:
+        return load_causal_lm(
+            inputs["actor"],
+            dtype=dtype,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=trust,
+            gradient_checkpointing=checkpointing,
+            device=dist.device,
+        )
+
+    actor_model = causal_lm(ppo.actor.gradient_checkpointing)
+    positions = model_max_length(actor_model.config)
+    wanted = ppo.max_prompt_length + ppo.max_response_length
+    if positions is not None and wanted > positions:
+        raise ConfigError(
+            f"ppo.max_prompt_length + ppo.max_response_length = {wanted} exceeds the {positions} "
+            f"positions of {inputs['actor']}: lower one of them"
+        )
+    reference = causal_lm(checkpointing=False).eval().requires_grad_(False)
+    stop_ids = eos_token_ids(actor_model)
+    chat_format = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=stop_ids)
+
+    reward_model, stats = load_scalar_model(
+        inputs["reward"],
+        dtype=dtype,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=trust,
+        device=dist.device,
+    )
+    reward_model.eval().requires_grad_(False)
+    reward_tokenizer = load_tokenizer(inputs["reward"], trust_remote_code=trust)
+    same_tokenizer = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer)
+    scorer = RewardScorer(
+        model=reward_model,
+        stats=stats,
+        settings=ppo,
+        actor_format=chat_format,
+        own_format=None
+        if same_tokenizer
+        else ChatFormat(reward_tokenizer, config.data.chat_format),
+    )
+
+    if same_tokenizer:
+        critic_model, _ = load_scalar_model(
+            inputs["reward"],
+            dtype=dtype,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=trust,
+            gradient_checkpointing=ppo.critic.gradient_checkpointing,
+            device=dist.device,
+        )
+        fold_normalisation(critic_model, stats)
+    else:
+        # The reward model cannot read the actor's ids: the critic starts from the actor's own
+        # backbone, with a head of zeros so that its first values are neutral.
+        critic_model = new_scalar_model(
+            inputs["actor"],
+            dtype=dtype,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=trust,
+            gradient_checkpointing=ppo.critic.gradient_checkpointing,
+            device=dist.device,
+        )
+        torch.nn.init.zeros_(critic_model.head.weight)
+
+    actor = engine_for(
+        actor_model,
+        ppo.actor,
+        dtype=dtype,
+        micro_batch_size=ppo.micro_batch_size,
+        total_steps=total_optimizer_steps,
+        hybrid=config.hybrid_engine,
+        dist=dist,
+    )
+    critic = engine_for(
+        critic_model,
+        ppo.critic,
+        dtype=dtype,
+        micro_batch_size=ppo.micro_batch_size,
+        total_steps=total_optimizer_steps,
+        dist=dist,
+    )
+    return PPOModels(
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        chat_format=chat_format,
+        tokenizer_id=tokenizer_hash(tokenizer),
+        suppress_ids=() if ppo.stop_at_eos else tuple(chat_format.stop_ids),
+    )

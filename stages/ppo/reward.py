@@ -1,0 +1,92 @@
+"""Scores of answers: the stage-2 reward model, its stored normalisation, and the EOS rule.
+
+Legend: B answers, L tokens of prompt + response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from data_sources.examples import PromptExample
+from rlhf_app.config.schema import PPOConfig
+from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
+from stages.ppo.experience import Answers, lay_out
+from stages.ppo.rewards import penalise_missing_eos
+
+
+@dataclass(frozen=True)
+class RewardScorer:
+    """Scores answers with a frozen reward model.
+
+    Attributes:
+        model: the reward model in eval mode, on the training device.
+        stats: mean and std of held-out scores, stored with the model.
+        settings: clip and missing-EOS rule.
+        actor_format: decodes the actor's ids.
+        own_format: the reward model's chat format when its tokenizer is another than the
+            actor's; the text is then re-templated and re-encoded. None: ids are scored as
+            they are, since decode-and-encode does not give the same ids back.
+    """
+
+    model: ScalarHeadModel
+    stats: ScoreStats
+    settings: PPOConfig
+    actor_format: ChatFormat
+    own_format: ChatFormat | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        answers: Answers,
+        prompts: Sequence[PromptExample],
+        responses: Sequence[Sequence[int]],
+        stopped: Sequence[bool],
+    ) -> torch.Tensor:
+        """Normalised, clipped scores with the missing-EOS rule applied.
+
+        Args:
+            answers: layout of `prompts` and `responses` in the actor's ids.
+            prompts: the rows' prompts.
+            responses: the rows' answers, ragged.
+            stopped: whether each answer ends with a stop token.
+
+        Returns:
+            fp32 scores_B on the device of `answers`.
+        """
+        if self.own_format is not None:
+            answers = self._reencode(prompts, responses, answers.input_ids_BL.device)
+        raw_B = answers.at_last(self.model(answers.input_ids_BL, answers.position_ids_BL))
+        scores_B = self.stats.normalise(raw_B, clip=self.settings.reward_clip)
+        if not self.settings.stop_at_eos:
+            return scores_B
+        return penalise_missing_eos(
+            scores_B,
+            torch.tensor(list(stopped), device=scores_B.device),
+            mode=self.settings.missing_eos,
+            penalty=self.settings.missing_eos_penalty,
+        )
+
+    def _reencode(
+        self,
+        prompts: Sequence[PromptExample],
+        responses: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> Answers:
+        assert self.own_format is not None
+        encoded = [
+            self.own_format.encode(
+                [(m.role, m.content) for m in prompt.record.messages],
+                self.actor_format.decode(response),
+                rendered=prompt.record.rendered,
+            )
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return lay_out(
+            [e.ids[: e.response_start] for e in encoded],
+            [e.ids[e.response_start :] for e in encoded],
+            device,
+        )

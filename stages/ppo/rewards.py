@@ -1,0 +1,65 @@
+"""From scores and log-probs to per-token rewards. Pure functions.
+
+Legend: B answers, T response tokens (actions). Masks: True = counts; the counted tokens of a
+row are a prefix of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+
+def k1(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """Per-token KL estimate log pi - log pi_ref (k1 of Schulman, joschu.net/blog/kl-approx).
+
+    Unbiased when tokens are sampled from pi, and may be negative for one token. It is the
+    estimator for a KL penalty in the reward; as a loss its gradient has mean zero.
+    """
+    return logprobs_BT - ref_logprobs_BT
+
+
+def penalise_missing_eos(
+    scores_B: torch.Tensor,
+    stopped_B: torch.Tensor,
+    *,
+    mode: Literal["subtract", "replace", "ignore"],
+    penalty: float,
+) -> torch.Tensor:
+    """Lower the score of answers that were cut by length.
+
+    Args:
+        scores_B: normalised, clipped scores.
+        stopped_B: bool, the answer ends with a stop token.
+        mode: subtract `penalty`, replace the score by `-penalty`, or leave it.
+        penalty: size of the loss, >= 0.
+
+    Returns:
+        scores_B with the penalty applied.
+    """
+    if mode == "ignore":
+        return scores_B
+    cut_B = scores_B - penalty if mode == "subtract" else torch.full_like(scores_B, -penalty)
+    return torch.where(stopped_B, scores_B, cut_B)
+
+
+def token_rewards(
+    scores_B: torch.Tensor, kl_BT: torch.Tensor, mask_BT: torch.Tensor, *, kl_coef: float
+) -> torch.Tensor:
+    """r_t = -kl_coef * kl_t, with the score added on the last action token (EOS included).
+
+    Args:
+        scores_B: one score per answer.
+        kl_BT: per-token KL estimates.
+        mask_BT: bool, the action tokens; a row without any gets no score.
+        kl_coef: weight of the penalty.
+
+    Returns:
+        fp32 rewards_BT, 0 outside the mask.
+    """
+    rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
+    lengths_B = mask_BT.sum(dim=1)
+    rows = torch.nonzero(lengths_B, as_tuple=True)[0]
+    rewards_BT[rows, lengths_B[rows] - 1] += scores_B[rows].to(rewards_BT.dtype)
+    return rewards_BT

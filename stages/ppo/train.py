@@ -1,0 +1,271 @@
+"""Stage 3: proximal policy optimisation against the reward model.
+
+One iteration, in the order of Ouyang et al. 2022 (arXiv:2203.02155) and Schulman et al. 2017
+(arXiv:1707.06347): sample answers with the hybrid engine, score them, compute advantages,
+update actor and critic for several epochs of mini-batches.
+
+Deviations from the papers: old log-probs are recomputed by the training forward, so the ratio
+is exactly 1 before the first step; losses are means over the tokens of a whole mini-batch on
+all ranks, so the micro-batch size never changes the objective; actor and critic are separate
+networks, the critic starts from the reward model.
+
+    rlhf ppo --actor-model output/sft/model --reward-model output/reward/model --data FILE
+    python -m rlhf_app.commands.worker RUN_DIR ppo                       # one process
+    torchrun --nproc-per-node 2 -m rlhf_app.commands.worker RUN_DIR ppo  # two
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+
+from data_sources.examples import prompt_examples
+from data_sources.stage_data import load_stage_data
+from rlhf_app.config.schema import RunConfig
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine import Generator
+from rlhf_app.models.load import load_causal_lm, resolve_dtype
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.scorers import load_scorer
+from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.accumulate import optimizer_step
+from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.files import atomic_write_json
+from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.saving import save_causal_lm
+from rlhf_app.training.seeding import seed_everything
+from stages.ppo.evaluate import PolicyReport, evaluate_policy
+from stages.ppo.experience import Experience
+from stages.ppo.logprobs import action_logits, token_logprobs
+from stages.ppo.losses import Sums, policy_loss, value_loss
+from stages.ppo.models import PPOModels, load_models
+from stages.ppo.prompts import PromptStream
+from stages.ppo.rollout import RolloutBatch, collect
+
+log = logging.getLogger(__name__)
+
+
+def main(config: RunConfig, run: RunDirectory) -> None:
+    """Run the stage on this rank and leave the actor, the critic and result.json behind."""
+    started = time.time()
+    dist = setup()
+    try:
+        _train(config, run, dist, started)
+    finally:
+        close()
+
+
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+    ppo = config.ppo
+    seed_everything(config.seed, dist.rank)
+    inputs = stage_inputs(config, run, "ppo")
+    data = load_stage_data(config, "ppo")
+    updates = ppo.updates or math.ceil(len(data.train) / ppo.rollout_batch_size)
+    models = load_models(config, inputs, dist, updates * ppo.ppo_epochs * ppo.mini_batches)
+    prompts, dropped = prompt_examples(
+        data.train, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
+    )
+    held_out, _ = prompt_examples(
+        data.evaluation, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
+    )
+    held_out = held_out[: ppo.eval_prompts]
+    if not prompts or not held_out:
+        raise ConfigError(
+            f"ppo: {len(prompts)} training and {len(held_out)} evaluation prompts are left "
+            f"(dropped: {dict(dropped)}): raise ppo.max_prompt_length or give --ppo-data"
+        )
+    stream = PromptStream(prompts, config.seed)
+    gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
+    metrics = MetricsWriter(run.metrics("ppo")) if dist.is_main else None
+
+    def evaluate(sampler: Any, policy: Any) -> PolicyReport:
+        return evaluate_policy(
+            sampler, policy, models, held_out, ppo, dist, gold=gold, seed=config.seed
+        )
+
+    def record(kind: str, update: int, numbers: dict[str, float]) -> None:
+        if metrics:
+            metrics.write(kind=kind, step=update, total_steps=updates, **numbers)
+
+    before = evaluate(models.actor, models.actor)
+    record("eval", 0, before.numbers())
+    base = (
+        before
+        if inputs["base"] == inputs["actor"]
+        else _evaluate_base(config, inputs["base"], dist, evaluate)
+    )
+    startup_seconds = time.time() - started
+    report = before
+
+    for update in range(1, updates + 1):
+        began = time.perf_counter()
+
+        # 1-3. Sample, score, and turn rewards into advantages (stages/ppo/rollout.py).
+        per_rank = ppo.rollout_batch_size // dist.world_size
+        uids = range(dist.rank * per_rank, (dist.rank + 1) * per_rank)
+        first = (update - 1) * ppo.rollout_batch_size
+        batch = collect(
+            models,
+            [stream[first + uid] for uid in uids],
+            list(uids),
+            ppo,
+            dist,
+            seed=config.seed,
+            update=update,
+        )
+
+        # 4. Update: epochs of mini-batches over the same experience.
+        train_began = time.perf_counter()
+        stats = _update(models, batch.experience, config, dist, update)
+
+        # 5. Log.
+        now = time.perf_counter()
+        numbers = _summarise(batch, dist, now - began)
+        numbers |= stats | {"train_seconds": now - train_began}
+        numbers["other_seconds"] = (
+            numbers["e2e_seconds"]
+            - numbers["generate_seconds"]
+            - numbers["score_seconds"]
+            - numbers["train_seconds"]
+        )
+        record("train", update, numbers)
+        log.info(
+            "update %d/%d E2E latency=%.2fs | Gather latency=%.2fs | Generate time=%.2fs | "
+            "Training time=%.2fs | Others=%.2fs",
+            update,
+            updates,
+            numbers["e2e_seconds"],
+            0.0,
+            numbers["generate_seconds"],
+            numbers["score_seconds"] + numbers["train_seconds"],
+            numbers["other_seconds"],
+        )
+
+        # 6. Evaluate on held-out prompts.
+        if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
+            report = evaluate(models.actor, models.actor)
+            record("eval", update, report.numbers())
+
+    save_causal_lm(models.actor, models.tokenizer, run.stage("ppo") / "actor", dist)
+    if dist.is_main:
+        reports = {"base": base, "sft": before, "ppo": report}
+        result = {
+            "wall_seconds": time.time() - started,
+            "startup_seconds": startup_seconds,
+            "updates": updates,
+            "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
+            "gold": {k: r.gold for k, r in reports.items()} if gold else None,
+            "samples": [
+                {"prompt": p.text, **{k: r.answers[i] for k, r in reports.items()}}
+                for i, p in enumerate(held_out[: ppo.samples])
+            ],
+        }
+        for name in ("reward", "kl_per_answer", "distinct_3", "answer_length", "eos_rate"):
+            result[name] = {k: getattr(r, name) for k, r in reports.items()}
+        atomic_write_json(run.result("ppo"), result)
+
+
+def _update(
+    models: PPOModels, experience: list[Experience], config: RunConfig, dist: Dist, update: int
+) -> dict[str, float]:
+    """Train actor and critic on one rollout batch; returns means for the log."""
+    ppo = config.ppo
+
+    def actor_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
+        logprobs_BT, _ = token_logprobs(
+            action_logits(models.actor, batch.answers),
+            batch.answers.actions_BT,
+            temperature=ppo.temperature,
+            suppress_ids=models.suppress_ids,
+        )
+        return policy_loss(
+            logprobs_BT,
+            batch.old_logprobs_BT,
+            batch.advantages_BT,
+            batch.answers.action_mask_BT,
+            clip_range=ppo.clip_range,
+            log_ratio_clamp=ppo.log_ratio_clamp,
+        )
+
+    def critic_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
+        values_BL = models.critic(batch.answers.input_ids_BL, batch.answers.position_ids_BL)
+        return value_loss(
+            batch.answers.at_actions(values_BL),
+            batch.old_values_BT,
+            batch.returns_BT,
+            batch.answers.action_mask_BT,
+            clip_range=ppo.value_clip_range,
+        )
+
+    totals: dict[str, float] = {}
+    steps = 0
+    trains_actor = update > ppo.critic_warmup_updates
+    size = len(experience) // ppo.mini_batches
+    for epoch in range(ppo.ppo_epochs):
+        # Micro-batches keep their rows; only their order changes from epoch to epoch.
+        generator = torch.Generator().manual_seed(
+            (config.seed * 1_000_003 + update) * 1_000_003 + epoch
+        )
+        order = torch.randperm(len(experience), generator=generator).tolist()
+        for start in range(0, len(experience), size):
+            micro_batches = [experience[i] for i in order[start : start + size]]
+            tokens = float(sum(e.answers.action_mask_BT.sum() for e in micro_batches))
+            (count,) = dist.sum([tokens])
+            critic = optimizer_step(models.critic, micro_batches, critic_loss, count, dist)
+            log_values = {"critic/" + k: v for k, v in critic.items()}
+            if trains_actor:
+                actor = optimizer_step(models.actor, micro_batches, actor_loss, count, dist)
+                log_values |= {"actor/" + k: v for k, v in actor.items()}
+            for name, value in log_values.items():
+                totals[name] = totals.get(name, 0.0) + value
+            steps += 1
+            if (
+                ppo.target_kl is not None
+                and trains_actor
+                and log_values["actor/approx_kl"] > ppo.target_kl
+            ):
+                return {k: v / steps for k, v in totals.items()} | {"optimizer_steps": steps}
+    return {k: v / steps for k, v in totals.items()} | {"optimizer_steps": steps}
+
+
+def _summarise(batch: RolloutBatch, dist: Dist, seconds: float) -> dict[str, float]:
+    """Means over all ranks' answers and tokens, under their documented metric names."""
+    names = sorted(batch.sums)
+    sums = dict(zip(names, dist.sum([batch.sums[n] for n in names]), strict=True))
+    answers, tokens = sums["answers"], max(sums["tokens"], 1.0)
+    gaps = dist.gather_objects(batch.max_logprob_gap)
+    mean_score = sums["score"] / answers
+    return_variance = sums["return_squares"] / tokens - (sums["return_sum"] / tokens) ** 2
+    residual_variance = sums["residual_squares"] / tokens - (sums["residual_sum"] / tokens) ** 2
+    return {
+        "reward": mean_score,
+        "reward_std": max(sums["score_squares"] / answers - mean_score**2, 0.0) ** 0.5,
+        "kl_per_answer": sums["kl"] / answers,
+        "entropy": sums["entropy"] / tokens,
+        "answer_length": tokens / answers,
+        "eos_rate": sums["stopped"] / answers,
+        "explained_variance": 1.0 - residual_variance / max(return_variance, 1e-12),
+        "logprob_gap_mean": sums["logprob_gap"] / tokens,
+        "logprob_gap_max": max(gaps),
+        "tokens_per_second": tokens / seconds,
+        "e2e_seconds": seconds,
+        "generate_seconds": batch.generate_seconds,
+        "score_seconds": batch.score_seconds,
+    }
+
+
+def _evaluate_base(config: RunConfig, path: str, dist: Dist, evaluate: Any) -> PolicyReport:
+    """Evaluate the base model that SFT started from, then let go of it."""
+    model = load_causal_lm(
+        path,
+        dtype=resolve_dtype(config.model.dtype, dist.device),
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        device=dist.device,
+    ).eval()
+    report: PolicyReport = evaluate(Generator(model, config.hybrid_engine), model)
+    return report
