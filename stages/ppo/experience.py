@@ -30,6 +30,7 @@ class Answers:
         action_mask_BT: bool.
         last_index_B: int64 index in L of the last response token, where the reward model reads.
         first_action_index: least action index of the micro-batch.
+        num_actions: counted actions.
     """
 
     input_ids_BL: torch.Tensor
@@ -39,6 +40,7 @@ class Answers:
     action_mask_BT: torch.Tensor
     last_index_B: torch.Tensor
     first_action_index: int
+    num_actions: int
 
     def __len__(self) -> int:
         return self.input_ids_BL.shape[0]
@@ -109,4 +111,5 @@ def lay_out(
         action_mask_BT=mask_BT.to(device),
         last_index_B=(prompt_lengths_B1 + lengths_B1 - 1).squeeze(1).to(device),
         first_action_index=int(index_BT.min()),
+        num_actions=sum(map(len, responses)),
     )

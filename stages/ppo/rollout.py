@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Rollout, SamplingParams
-from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
 from stages.ppo.advantages import gae, moments, whiten
-from stages.ppo.experience import Answers, Experience, lay_out
+from stages.ppo.experience import Experience, lay_out
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
 from stages.ppo.rewards import k1, token_rewards
+from stages.ppo.rollout_stats import RolloutStats
 
 
 @dataclass
 class RolloutBatch:
-    """The experience of one update on this rank, with sums for the log."""
+    """The experience of one update on this rank, with numbers for the log."""
 
     experience: list[Experience] = field(default_factory=list)
+    stats: RolloutStats = field(default_factory=RolloutStats)
     generate_seconds: float = 0.0
     score_seconds: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    max_logprob_gap: float = 0.0
-
-    def add(self, **sums: float) -> None:
-        """Add to the sums over answers or tokens."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
 
 
 def sampling_params(models: PPOModels, ppo: PPOConfig, *, seed: int, step: int) -> SamplingParams:
@@ -122,75 +116,36 @@ def collect(
         kl_BT = torch.where(answers.action_mask_BT, k1(old_BT, reference_BT), 0.0)
         assert entropy_BT is not None
         scored.append((answers, old_BT, kl_BT, values_BT, scores_B))
-        gap = _log(batch, answers, rollout, rows, old_BT, kl_BT, entropy_BT, scores_B)
-        batch.max_logprob_gap = max(batch.max_logprob_gap, gap)
-    _check_finite(batch, dist)
+        batch.stats.add_scores(
+            answers,
+            sampled_logprobs=rollout.logprobs[rows],
+            stopped=rollout.stopped[rows],
+            old_BT=old_BT,
+            kl_BT=kl_BT,
+            entropy_BT=entropy_BT,
+            scores_B=scores_B,
+        )
+    batch.stats.check_finite(dist)
 
     # 3. Rewards, GAE, and whitening over every action token of every rank.
     unwhitened = []
     totals = [0.0, 0.0, 0.0]
-    variance_sums = [0.0] * 5
     for answers, old_BT, kl_BT, values_BT, scores_B in scored:
         mask_BT = answers.action_mask_BT
         rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=ppo.kl_coef)
         advantages_BT, returns_BT = gae(
             rewards_BT, values_BT, mask_BT, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda
         )
-        unwhitened.append((answers, old_BT, values_BT, advantages_BT, returns_BT))
+        batch.stats.add_returns(returns_BT, values_BT, mask_BT)
         totals = [a + b for a, b in zip(totals, moments(advantages_BT, mask_BT), strict=True)]
-        residual = moments(returns_BT - values_BT, mask_BT)
-        returns = moments(returns_BT, mask_BT)
-        variance_sums = [
-            a + b for a, b in zip(variance_sums, [*returns, *residual[1:]], strict=True)
+        unwhitened.append(Experience(answers, old_BT, values_BT, advantages_BT, returns_BT))
+    if ppo.whiten_advantages:
+        totals = dist.sum(totals)
+        batch.experience = [
+            replace(e, advantages_BT=whiten(e.advantages_BT, e.answers.action_mask_BT, totals))
+            for e in unwhitened
         ]
-    totals = dist.sum(totals)
-    for answers, old_BT, values_BT, advantages_BT, returns_BT in unwhitened:
-        if ppo.whiten_advantages:
-            advantages_BT = whiten(advantages_BT, answers.action_mask_BT, totals)
-        batch.experience.append(Experience(answers, old_BT, values_BT, advantages_BT, returns_BT))
-    batch.add(
-        return_sum=variance_sums[1],
-        return_squares=variance_sums[2],
-        residual_sum=variance_sums[3],
-        residual_squares=variance_sums[4],
-    )
+    else:
+        batch.experience = unwhitened
     batch.score_seconds = time.perf_counter() - began
     return batch
-
-
-def _log(
-    batch: RolloutBatch,
-    answers: Answers,
-    rollout: Rollout,
-    rows: slice,
-    old_BT: torch.Tensor,
-    kl_BT: torch.Tensor,
-    entropy_BT: torch.Tensor,
-    scores_B: torch.Tensor,
-) -> float:
-    """Add a micro-batch to the sums; returns its largest sampler-trainer log-prob gap."""
-    mask_BT = answers.action_mask_BT
-    sampled_BT = torch.zeros_like(old_BT)
-    for row, logprobs in enumerate(rollout.logprobs[rows]):
-        sampled_BT[row, : len(logprobs)] = logprobs.to(old_BT.device)
-    gap_BT = torch.where(mask_BT, (sampled_BT - old_BT).abs(), 0.0)
-    batch.add(
-        answers=float(len(answers)),
-        tokens=float(mask_BT.sum()),
-        score=float(scores_B.sum()),
-        score_squares=float((scores_B.double() ** 2).sum()),
-        kl=float(kl_BT.sum()),
-        entropy=float(torch.where(mask_BT, entropy_BT, 0.0).sum()),
-        stopped=float(sum(rollout.stopped[rows])),
-        logprob_gap=float(gap_BT.sum()),
-    )
-    return float(gap_BT.max())
-
-
-def _check_finite(batch: RolloutBatch, dist: Dist) -> None:
-    """Raise on every rank when any rank's sums are not finite."""
-    names = ("score", "kl", "entropy", "logprob_gap")
-    bad = [float(not torch.isfinite(torch.tensor(batch.sums[n]))) for n in names]
-    for name, count in zip(names, dist.sum(bad), strict=True):
-        if count:
-            raise NonFiniteError(f"non-finite {name} in the rollout on {int(count)} rank(s)")

@@ -19,9 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from data_sources.examples import prompt_examples
 from data_sources.stage_data import load_stage_data
@@ -32,19 +30,16 @@ from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.scorers import load_scorer
 from rlhf_app.stage_inputs import stage_inputs
-from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.ppo.evaluate import PolicyReport, evaluate_policy
-from stages.ppo.experience import Experience
-from stages.ppo.logprobs import action_logits, token_logprobs
-from stages.ppo.losses import Sums, policy_loss, value_loss
-from stages.ppo.models import PPOModels, load_models
+from stages.ppo.models import load_models
 from stages.ppo.prompts import PromptStream
-from stages.ppo.rollout import RolloutBatch, collect
+from stages.ppo.rollout import collect
+from stages.ppo.update import update_models
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +75,15 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         )
     stream = PromptStream(prompts, config.seed)
     gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
-    metrics = MetricsWriter(run.metrics("ppo")) if dist.is_main else None
+    metrics = MetricsWriter(run.metrics("ppo"), enabled=dist.is_main)
 
     def evaluate(sampler: Any, policy: Any) -> PolicyReport:
         return evaluate_policy(
             sampler, policy, models, held_out, ppo, dist, gold=gold, seed=config.seed
         )
 
-    def record(kind: str, update: int, numbers: dict[str, float]) -> None:
-        if metrics:
-            metrics.write(kind=kind, step=update, total_steps=updates, **numbers)
+    def record(kind: Literal["train", "eval"], update: int, numbers: dict[str, float]) -> None:
+        metrics.write(kind=kind, step=update, total_steps=updates, **numbers)
 
     before = evaluate(models.actor, models.actor)
     record("eval", 0, before.numbers())
@@ -120,30 +114,21 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
         # 4. Update: epochs of mini-batches over the same experience.
         train_began = time.perf_counter()
-        stats = _update(models, batch.experience, config, dist, update)
+        numbers = update_models(
+            models, batch.experience, ppo, dist, seed=config.seed, update=update
+        )
 
         # 5. Log.
-        now = time.perf_counter()
-        numbers = _summarise(batch, dist, now - began)
-        numbers |= stats | {"train_seconds": now - train_began}
-        numbers["other_seconds"] = (
-            numbers["e2e_seconds"]
-            - numbers["generate_seconds"]
-            - numbers["score_seconds"]
-            - numbers["train_seconds"]
+        ended = time.perf_counter()
+        numbers |= batch.stats.means(dist)
+        numbers |= _breakdown(
+            total=ended - began,
+            generate=batch.generate_seconds,
+            score=batch.score_seconds,
+            train=ended - train_began,
         )
+        numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]
         record("train", update, numbers)
-        log.info(
-            "update %d/%d E2E latency=%.2fs | Gather latency=%.2fs | Generate time=%.2fs | "
-            "Training time=%.2fs | Others=%.2fs",
-            update,
-            updates,
-            numbers["e2e_seconds"],
-            0.0,
-            numbers["generate_seconds"],
-            numbers["score_seconds"] + numbers["train_seconds"],
-            numbers["other_seconds"],
-        )
 
         # 6. Evaluate on held-out prompts.
         if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
@@ -169,92 +154,23 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         atomic_write_json(run.result("ppo"), result)
 
 
-def _update(
-    models: PPOModels, experience: list[Experience], config: RunConfig, dist: Dist, update: int
-) -> dict[str, float]:
-    """Train actor and critic on one rollout batch; returns means for the log."""
-    ppo = config.ppo
-
-    def actor_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
-        logprobs_BT, _ = token_logprobs(
-            action_logits(models.actor, batch.answers),
-            batch.answers.actions_BT,
-            temperature=ppo.temperature,
-            suppress_ids=models.suppress_ids,
-        )
-        return policy_loss(
-            logprobs_BT,
-            batch.old_logprobs_BT,
-            batch.advantages_BT,
-            batch.answers.action_mask_BT,
-            clip_range=ppo.clip_range,
-            log_ratio_clamp=ppo.log_ratio_clamp,
-        )
-
-    def critic_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
-        values_BL = models.critic(batch.answers.input_ids_BL, batch.answers.position_ids_BL)
-        return value_loss(
-            batch.answers.at_actions(values_BL),
-            batch.old_values_BT,
-            batch.returns_BT,
-            batch.answers.action_mask_BT,
-            clip_range=ppo.value_clip_range,
-        )
-
-    totals: dict[str, float] = {}
-    steps = 0
-    trains_actor = update > ppo.critic_warmup_updates
-    size = len(experience) // ppo.mini_batches
-    for epoch in range(ppo.ppo_epochs):
-        # Micro-batches keep their rows; only their order changes from epoch to epoch.
-        generator = torch.Generator().manual_seed(
-            (config.seed * 1_000_003 + update) * 1_000_003 + epoch
-        )
-        order = torch.randperm(len(experience), generator=generator).tolist()
-        for start in range(0, len(experience), size):
-            micro_batches = [experience[i] for i in order[start : start + size]]
-            tokens = float(sum(e.answers.action_mask_BT.sum() for e in micro_batches))
-            (count,) = dist.sum([tokens])
-            critic = optimizer_step(models.critic, micro_batches, critic_loss, count, dist)
-            log_values = {"critic/" + k: v for k, v in critic.items()}
-            if trains_actor:
-                actor = optimizer_step(models.actor, micro_batches, actor_loss, count, dist)
-                log_values |= {"actor/" + k: v for k, v in actor.items()}
-            for name, value in log_values.items():
-                totals[name] = totals.get(name, 0.0) + value
-            steps += 1
-            if (
-                ppo.target_kl is not None
-                and trains_actor
-                and log_values["actor/approx_kl"] > ppo.target_kl
-            ):
-                return {k: v / steps for k, v in totals.items()} | {"optimizer_steps": steps}
-    return {k: v / steps for k, v in totals.items()} | {"optimizer_steps": steps}
-
-
-def _summarise(batch: RolloutBatch, dist: Dist, seconds: float) -> dict[str, float]:
-    """Means over all ranks' answers and tokens, under their documented metric names."""
-    names = sorted(batch.sums)
-    sums = dict(zip(names, dist.sum([batch.sums[n] for n in names]), strict=True))
-    answers, tokens = sums["answers"], max(sums["tokens"], 1.0)
-    gaps = dist.gather_objects(batch.max_logprob_gap)
-    mean_score = sums["score"] / answers
-    return_variance = sums["return_squares"] / tokens - (sums["return_sum"] / tokens) ** 2
-    residual_variance = sums["residual_squares"] / tokens - (sums["residual_sum"] / tokens) ** 2
+def _breakdown(*, total: float, generate: float, score: float, train: float) -> dict[str, float]:
+    """Seconds of one iteration by phase, also logged as DeepSpeed's hybrid engine does."""
+    others = total - generate - score - train
+    log.info(
+        "E2E latency=%.2fs | Gather latency=0.00s | Generate time=%.2fs | Training time=%.2fs | "
+        "Others=%.2fs",
+        total,
+        generate,
+        score + train,
+        others,
+    )
     return {
-        "reward": mean_score,
-        "reward_std": max(sums["score_squares"] / answers - mean_score**2, 0.0) ** 0.5,
-        "kl_per_answer": sums["kl"] / answers,
-        "entropy": sums["entropy"] / tokens,
-        "answer_length": tokens / answers,
-        "eos_rate": sums["stopped"] / answers,
-        "explained_variance": 1.0 - residual_variance / max(return_variance, 1e-12),
-        "logprob_gap_mean": sums["logprob_gap"] / tokens,
-        "logprob_gap_max": max(gaps),
-        "tokens_per_second": tokens / seconds,
-        "e2e_seconds": seconds,
-        "generate_seconds": batch.generate_seconds,
-        "score_seconds": batch.score_seconds,
+        "e2e_seconds": total,
+        "generate_seconds": generate,
+        "score_seconds": score,
+        "train_seconds": train,
+        "other_seconds": others,
     }
 
 

@@ -55,7 +55,5 @@ def test_k1_mean_is_the_kl_of_the_sampling_distribution():
     """Averaged under pi, k1 is sum_i p_i (log p_i - log q_i)."""
     p = torch.tensor([0.7, 0.2, 0.1])
     q = torch.tensor([0.2, 0.3, 0.5])
-    expected = sum(
-        a * (torch.log(torch.tensor(a / b))) for a, b in [(0.7, 0.2), (0.2, 0.3), (0.1, 0.5)]
-    )
-    assert float((p * k1(p.log(), q.log())).sum()) == pytest.approx(float(expected), abs=1e-6)
+    expected = sum(a * math.log(a / b) for a, b in [(0.7, 0.2), (0.2, 0.3), (0.1, 0.5)])
+    assert float((p * k1(p.log(), q.log())).sum()) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,128 @@
+"""The update: several epochs of mini-batches over one rollout batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_app.config.schema import PPOConfig
+from rlhf_app.training.accumulate import StepStats, optimizer_step
+from rlhf_app.training.distributed import Dist
+from stages.ppo.experience import Experience
+from stages.ppo.logprobs import action_logits, token_logprobs
+from stages.ppo.losses import Sums, policy_loss, value_loss
+from stages.ppo.models import PPOModels
+
+
+def update_models(
+    models: PPOModels,
+    experience: Sequence[Experience],
+    ppo: PPOConfig,
+    dist: Dist,
+    *,
+    seed: int,
+    update: int,
+) -> dict[str, float]:
+    """Train actor and critic on one rollout batch: ppo_epochs x mini_batches optimizer steps.
+
+    Args:
+        models: the trained two are updated in place.
+        experience: this rank's micro-batches, the same number on every rank and a multiple of
+            `ppo.mini_batches`.
+        ppo: settings.
+        dist: process group.
+        seed: of the run.
+        update: number of the update, from 1; the critic trains alone in the warm-up.
+
+    Returns:
+        Means over the optimizer steps, for the log.
+
+    Raises:
+        NonFiniteError: on every rank, before the optimizer step that would have used it.
+    """
+
+    def actor_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
+        logprobs_BT, _ = token_logprobs(
+            action_logits(models.actor, batch.answers),
+            batch.answers.actions_BT,
+            temperature=ppo.temperature,
+            suppress_ids=models.suppress_ids,
+        )
+        return policy_loss(
+            logprobs_BT,
+            batch.old_logprobs_BT,
+            batch.advantages_BT,
+            batch.answers.action_mask_BT,
+            clip_range=ppo.clip_range,
+            log_ratio_clamp=ppo.log_ratio_clamp,
+        )
+
+    def critic_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
+        values_BL = models.critic(batch.answers.input_ids_BL, batch.answers.position_ids_BL)
+        return value_loss(
+            batch.answers.at_actions(values_BL),
+            batch.old_values_BT,
+            batch.returns_BT,
+            batch.answers.action_mask_BT,
+            clip_range=ppo.value_clip_range,
+        )
+
+    log = _UpdateLog()
+    trains_actor = update > ppo.critic_warmup_updates
+    size, rest = divmod(len(experience), ppo.mini_batches)
+    # The configuration check lets only exact divisions through.
+    assert size > 0
+    assert rest == 0
+    for epoch in range(ppo.ppo_epochs):
+        # Micro-batches keep their rows; only their order changes from epoch to epoch.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + update) * 1_009 + epoch)
+        order = torch.randperm(len(experience), generator=generator).tolist()
+        for start in range(0, len(experience), size):
+            mini_batch = [experience[i] for i in order[start : start + size]]
+            (tokens,) = dist.sum([sum(e.answers.num_actions for e in mini_batch)])
+            log.critic(optimizer_step(models.critic, mini_batch, critic_loss, tokens, dist), tokens)
+            if not trains_actor:
+                continue
+            stats = optimizer_step(models.actor, mini_batch, actor_loss, tokens, dist)
+            log.actor(stats, tokens)
+            if ppo.target_kl is not None and stats.sums["approx_kl"] / tokens > ppo.target_kl:
+                return log.means()
+    return log.means()
+
+
+class _UpdateLog:
+    """Sums over the optimizer steps of one update."""
+
+    def __init__(self) -> None:
+        self._critic: Counter[str] = Counter()
+        self._actor: Counter[str] = Counter()
+        self._first_ratio: dict[str, float] = {}
+
+    def critic(self, stats: StepStats, tokens: float) -> None:
+        self._critic.update(
+            steps=1,
+            value_loss=stats.loss,
+            critic_grad_norm=stats.grad_norm,
+            value_clip_fraction=stats.sums["value_clipped"] / tokens,
+        )
+
+    def actor(self, stats: StepStats, tokens: float) -> None:
+        self._actor.update(
+            steps=1,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            lr=stats.lr,
+            clip_fraction=stats.sums["clipped"] / tokens,
+            approx_kl=stats.sums["approx_kl"] / tokens,
+        )
+        # Before the first step the policy is the one that sampled: exactly 1.
+        self._first_ratio.setdefault("first_ratio", stats.sums["ratio"] / tokens)
+
+    def means(self) -> dict[str, float]:
+        means: dict[str, float] = {"optimizer_steps": float(self._actor["steps"])}
+        for sums in (self._critic, self._actor):
+            steps = sums.pop("steps", 0)
+            means |= {name: total / steps for name, total in sums.items()}
+        return means | self._first_ratio
