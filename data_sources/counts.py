@@ -1,0 +1,83 @@
+"""What became of every row: nothing is left out without a reason and a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+SAMPLES_PER_REASON = 3
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Rows of one source.
+
+    Attributes:
+        path: the source as the user named it.
+        shape: name of the recognised shape.
+        read: rows found, unreadable ones included.
+        unusable: reason -> rows that gave no record.
+        records: records made. At least `usable` (a reply tree gives several).
+        notes: remark -> rows that were used, but not all of what they hold.
+        samples: reason -> where the first such rows are, and what is wrong with them.
+    """
+
+    path: str
+    shape: str = ""
+    read: int = 0
+    unusable: Counter[str] = field(default_factory=Counter)
+    records: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    samples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> int:
+        """Rows that gave at least one record."""
+        return self.read - self.unusable.total()
+
+    def reject(self, reason: str, sample: str) -> None:
+        """Counts an unusable row, and keeps the first few to show."""
+        self.unusable[reason] += 1
+        kept = self.samples.setdefault(reason, [])
+        if len(kept) < SAMPLES_PER_REASON:
+            kept.append(sample)
+
+
+@dataclass(slots=True)
+class StageCounts:
+    """Records of one stage; `candidates + repeated == train + evaluation + dropped`.
+
+    Attributes:
+        candidates: records that the split, the stage's own data or data.eval gave the stage.
+        repeated: further copies that a weight above 1 asked for.
+        train, evaluation: records in use.
+        dropped: reason -> records left out.
+    """
+
+    candidates: int = 0
+    repeated: int = 0
+    train: int = 0
+    evaluation: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class DataCounts:
+    """Counts of all sources that were read, and of the stages they were split over.
+
+    Attributes:
+        sources: training sources, then evaluation sources.
+        stages: stage name -> its counts; only the loaded stage has `dropped` and the rest
+            filled in, the others show `candidates`, their share of a common split.
+    """
+
+    sources: list[SourceCounts] = field(default_factory=list)
+    stages: dict[str, StageCounts] = field(default_factory=dict)
+
+    def dropped(self, stage: str) -> dict[str, int]:
+        """Returns reason -> number of rows or records that the stage lost, sources included."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(source.unusable)
+        total.update(self.stages[stage].dropped)
+        return dict(total.most_common())

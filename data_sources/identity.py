@@ -1,0 +1,54 @@
+"""Hashes that name rows and prompts: the same on every rank, machine and Python version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from data_sources.records import Message, Record
+from data_sources.transcripts import parse_turns
+
+_SPACE = re.compile(r"\s+")
+
+
+def digest(*parts: str) -> str:
+    """Returns 16 hex digits of BLAKE2b over the parts; ("ab", "c") and ("a", "bc") differ."""
+    text = json.dumps(parts, ensure_ascii=True)
+    return hashlib.blake2b(text.encode("ascii"), digest_size=8).hexdigest()
+
+
+def unit_hash(*parts: str) -> float:
+    """Returns a number in [0, 1) that depends on the parts alone.
+
+    Only the top 53 bits are used: all 64 could round up to 1.0.
+    """
+    return (int(digest(*parts), 16) >> 11) / 2**53
+
+
+def content_uid(record: Record) -> str:
+    """Returns the uid of a record: a hash of its text, whatever source or file it came from."""
+    return digest(
+        json.dumps([[m.role, m.content] for m in record.messages]),
+        json.dumps([record.response, record.chosen, record.rejected]),
+    )
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """Returns what decides where a prompt goes: its turns without case and spacing.
+
+    A prompt given as one string with `\\n\\nHuman:` turns, or rendered that way by an earlier
+    stage, has the same key as the same prompt given as messages: it lands in the same split.
+    """
+    turns: Sequence[Message] = messages
+    if len(messages) == 1:
+        parsed = parse_turns(messages[0].content)
+        turns = parsed if parsed is not None else messages
+    flat = [
+        [m.role, _SPACE.sub(" ", unicodedata.normalize("NFKC", m.content)).strip().casefold()]
+        for m in turns
+        if m.content.strip()
+    ]
+    return digest(json.dumps(flat))

@@ -1,0 +1,221 @@
+"""Generator: rollouts from the very module that is being trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from rlhf_app.config.schema import HybridEngineSettings
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.capability import Capability, probe
+from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
+from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
+from rlhf_app.hybrid_engine.inference_model import InferenceModel
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
+from rlhf_app.hybrid_engine.native import native_rollout
+from rlhf_app.hybrid_engine.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Workspace lengths are rounded up to this, so that rollouts of similar length reuse one.
+_POSITION_MULTIPLE = 16
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns.
+
+    Attributes:
+        sequences: [B, P + T] int64, prompt and answer; rows that ended early are padded.
+        logprobs: [B, T] fp32, log-probs of the sampled distribution; 0 on padding.
+    """
+
+    logprobs: torch.Tensor | None = None
+
+
+class Generator:
+    """Samples answers from a Hugging Face causal LM in place: no second copy of the weights.
+
+    Args:
+        model: any causal LM; families that the workspace attention cannot serve fall back to
+            transformers' own generate, with one warning.
+        settings: the `hybrid_engine` settings.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, settings: HybridEngineSettings | None = None
+    ) -> None:
+        self._settings = settings if settings is not None else HybridEngineSettings()
+        self._model = InferenceModel(model)
+        self._capability: Capability | None = None
+        self._workspace: KVWorkspace | None = None
+        self._warned: set[str] = set()
+        if self._settings.inference_tp_size != 1:
+            raise ConfigError(
+                f"hybrid_engine.inference_tp_size is {self._settings.inference_tp_size}: "
+                "rollouts run on whole models; set it to 1"
+            )
+
+    def rollout(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        uids: Sequence[int] | None = None,
+        max_slots: int | None = None,
+    ) -> Rollout:
+        """Answer every prompt.
+
+        Args:
+            prompts: token ids of each prompt, of any lengths >= 1.
+            params: how tokens are drawn.
+            uids: one integer per prompt, the source of its randomness; unset: its index.
+            max_slots: rows decoded at once; the others wait for a free slot. Unset: all.
+
+        Returns:
+            One answer per prompt, in order.
+
+        Raises:
+            ConfigError: an empty prompt, a row beyond the model's positions, bad arguments.
+            RuntimeError: no memory for the KV workspace.
+        """
+        uids = range(len(prompts)) if uids is None else uids
+        self._check(prompts, params, uids, max_slots)
+        slots = min(len(prompts), max_slots or len(prompts))
+        longest = max(map(len, prompts)) + params.max_new_tokens
+        if not self._serves(longest):
+            return native_rollout(self._model, prompts, uids, params, slots)
+        workspace = self._borrow(slots, longest)
+        try:
+            with self._model.session():
+                return DecodeLoop(self._model, workspace, prompts, uids, params, slots).run()
+        finally:
+            if self._settings.release_inference_cache:
+                self.release()
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """transformers' `generate`: same arguments, same result.
+
+        Arguments that the engine does not implement (beams, penalties, custom processors)
+        send the call to transformers, with one warning per argument.
+
+        Args:
+            input_ids: [B, P] int64, left-padded.
+            attention_mask: [B, P], 1 on real tokens; unset: found as transformers finds it.
+            arguments: as of `transformers.GenerationMixin.generate`.
+
+        Returns:
+            [B, P + T] int64 on the device of `input_ids`; with `return_dict_in_generate` a
+            `GenerateOutput`.
+
+        Raises:
+            ConfigError: a row without tokens, or one beyond the model's positions.
+        """
+        if input_ids is None:
+            input_ids = arguments.pop("inputs", None)
+        request = read_request(self._model.model, input_ids, attention_mask, arguments)
+        if request.reasons or not self._settings.enabled or input_ids is None:
+            for reason in request.reasons:
+                self._warn(f"generate: {reason} is not implemented by the hybrid engine")
+            with self._model.evaluation():
+                return self._model.model.generate(
+                    input_ids, attention_mask=attention_mask, **arguments
+                )
+        assert request.params is not None
+        return _as_output(self.rollout(request.prompts, request.params), request, input_ids)
+
+    @property
+    def capability(self) -> Capability:
+        """What the model can do, probed on first use."""
+        if self._capability is None:
+            self._capability = probe(self._model)
+        return self._capability
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the KV workspace holds now."""
+        return 0 if self._workspace is None else self._workspace.nbytes
+
+    def release(self) -> None:
+        """Give the KV workspace back; the next rollout takes a new one."""
+        if self._workspace is not None:
+            self._workspace.release()
+
+    def _serves(self, longest: int) -> bool:
+        """Whether the workspace path takes rows of this length; warns where it does not."""
+        if not self._settings.enabled:
+            return False
+        kind = self._model.model.config.model_type
+        if self.capability.missing is not None:
+            self._warn(f"model type {kind!r} lacks {self.capability.missing}")
+            return False
+        limit = self.capability.engine_positions
+        if limit is not None and longest > limit:
+            self._warn(f"model type {kind!r} lacks rotary positions fixed beyond {limit} tokens")
+            return False
+        return True
+
+    def _warn(self, reason: str) -> None:
+        """Say once why a call runs through transformers' own generate."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("%s: using native generate, which is slower", reason)
+
+    def _borrow(self, slots: int, longest: int) -> KVWorkspace:
+        if self._workspace is None:
+            self._workspace = KVWorkspace(
+                self.capability.layers, self._model.dtype, self._model.device
+            )
+        self._workspace.borrow(slots, -(-longest // _POSITION_MULTIPLE) * _POSITION_MULTIPLE)
+        return self._workspace
+
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        uids: Sequence[int],
+        max_slots: int | None,
+    ) -> None:
+        if not prompts:
+            raise ConfigError("rollout: no prompts were given")
+        if len(uids) != len(prompts):
+            raise ConfigError(f"rollout: {len(uids)} uids for {len(prompts)} prompts")
+        if max_slots is not None and max_slots < 1:
+            raise ConfigError(f"max_slots is {max_slots}: give at least 1")
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ConfigError(f"prompt {index} is empty: give at least one token")
+        longest = max(map(len, prompts))
+        limits = {
+            "the model's positions": self.capability.max_positions,
+            "hybrid_engine.max_out_tokens": self._settings.max_out_tokens,
+        }
+        for name, limit in limits.items():
+            if limit is not None and longest + params.max_new_tokens > limit:
+                raise ConfigError(
+                    f"a prompt of {longest} tokens and max_new_tokens {params.max_new_tokens} "
+                    f"exceed {name} ({limit}): shorten one of them"
+                )
+
+
+def _as_output(rollout: Rollout, request: Request, input_ids: torch.Tensor) -> Any:
+    """Answers behind their prompts, in the shape that transformers returns."""
+    copies = len(rollout.tokens) // input_ids.shape[0]
+    longest = max(map(len, rollout.tokens))
+    padded = [row + [request.pad_id] * (longest - len(row)) for row in rollout.tokens]
+    answers = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
+    sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0), answers], dim=1)
+    if not request.return_dict:
+        return sequences
+    logprobs = torch.nn.utils.rnn.pad_sequence(rollout.logprobs, batch_first=True)
+    return GenerateOutput(sequences=sequences, logprobs=logprobs.to(input_ids.device))

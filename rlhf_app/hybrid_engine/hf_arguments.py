@@ -1,0 +1,174 @@
+"""The arguments of transformers' `generate`, read as a request to the engine.
+
+Shapes: B rows, P prompt tokens.
+
+Nothing is ignored: what the engine does not do is named in `reasons`, and the call then goes
+to transformers as it came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.sampling import SamplingParams
+
+# Generation settings that the engine implements, or that cannot change its result.
+_SUPPORTED = frozenset(
+    {
+        "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p",
+        "eos_token_id", "pad_token_id", "bos_token_id", "suppress_tokens",
+        "num_return_sequences", "return_dict_in_generate", "transformers_version",
+    }
+)  # fmt: skip
+# These shape only the sampled distribution: transformers does not read them when greedy.
+_SAMPLING_ONLY = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+)
+
+
+@dataclass(slots=True)
+class Request:
+    """One call of `generate`.
+
+    Attributes:
+        prompts: token ids without padding, one per returned row.
+        params: how tokens are drawn, or None when `reasons` is not empty.
+        pad_id: fills rows that ended early.
+        return_dict: return a `ModelOutput` instead of ids.
+        reasons: arguments the engine does not implement, in words.
+    """
+
+    prompts: list[list[int]] = field(default_factory=list)
+    params: SamplingParams | None = None
+    pad_id: int = 0
+    return_dict: bool = False
+    reasons: list[str] = field(default_factory=list)
+
+
+def read_request(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    arguments: dict[str, Any],
+) -> Request:
+    """Interpret one call as transformers would.
+
+    Args:
+        model: its generation config gives the defaults.
+        input_ids: [B, P] left-padded.
+        attention_mask: [B, P], 1 on real tokens; None: found from the pad id as transformers
+            finds it.
+        arguments: every other argument of the call.
+
+    Raises:
+        ConfigError: a row without any token.
+    """
+    arguments = dict(arguments)
+    config, extras = model._prepare_generation_config(
+        arguments.pop("generation_config", None), **arguments
+    )
+    request = Request(return_dict=bool(config.return_dict_in_generate))
+    request.reasons = _unsupported(config, extras)
+    if input_ids is None or input_ids.dim() != 2:
+        request.reasons.append("a call without 2-D input_ids")
+        return request
+    stop_ids = _as_tuple(config.eos_token_id)
+    mask = _mask(input_ids, attention_mask, config.pad_token_id, stop_ids)
+    if (mask[:, 1:] < mask[:, :-1]).any():
+        request.reasons.append("an attention_mask that is not left-padded")
+    budget = _budget(config, input_ids.shape[1])
+    if budget is None:
+        request.reasons.append("a call without max_new_tokens, or max_length beyond the prompt")
+    if request.reasons or budget is None:
+        return request
+    request.prompts = _prompts(input_ids, mask, config.num_return_sequences)
+    request.pad_id = _pad_id(config.pad_token_id, stop_ids)
+    request.params = _params(config, stop_ids, budget)
+    return request
+
+
+def _unsupported(config: GenerationConfig, extras: dict[str, Any]) -> list[str]:
+    """Names of settings that would change the result and are not implemented."""
+    defaults = GenerationConfig._get_default_generation_params()
+    ignored = _SUPPORTED if config.do_sample else _SUPPORTED | _SAMPLING_ONLY
+    reasons = []
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in ignored or value == defaults.get(name):
+            continue
+        # An unset switch, or a number that switches its feature off.
+        if value or (name == "use_cache" and value is False):
+            reasons.append(name)
+    for name, value in extras.items():
+        # Objects such as empty processor lists are falsy; tensors have no truth value.
+        if value is not None and (isinstance(value, torch.Tensor) or value):
+            reasons.append(name)
+    return sorted(reasons)
+
+
+def _mask(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    pad_id: int | None,
+    stop_ids: tuple[int, ...],
+) -> torch.Tensor:
+    """[B, P] int64 on the CPU; padding is inferred only where it cannot be an end of text."""
+    if attention_mask is not None:
+        return attention_mask.to("cpu", torch.int64)
+    if pad_id is None or pad_id in stop_ids:
+        return torch.ones(input_ids.shape, dtype=torch.int64)
+    return input_ids.ne(pad_id).to("cpu", torch.int64)
+
+
+def _budget(config: GenerationConfig, prompt_length: int) -> int | None:
+    """Tokens to generate, or None where transformers would use or refuse a default."""
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens) if config.max_new_tokens > 0 else None
+    if config.max_length is None or config.max_length <= prompt_length:
+        return None
+    return int(config.max_length) - prompt_length
+
+
+def _prompts(input_ids: torch.Tensor, mask: torch.Tensor, copies: int) -> list[list[int]]:
+    """Rows without their padding, each `copies` times in a row."""
+    prompts = []
+    starts = (input_ids.shape[1] - mask.sum(dim=1)).tolist()
+    for index, (row, start) in enumerate(zip(input_ids.tolist(), starts, strict=True)):
+        if start == len(row):
+            raise ConfigError(f"generate: row {index} of attention_mask is all 0: remove the row")
+        prompts += [row[start:]] * copies
+    return prompts
+
+
+def _params(config: GenerationConfig, stop_ids: tuple[int, ...], budget: int) -> SamplingParams:
+    suppress = tuple(config.suppress_tokens or ())
+    if not config.do_sample:
+        return SamplingParams(budget, greedy=True, stop_ids=stop_ids, suppress_ids=suppress)
+    # torch.manual_seed decides, as it does for transformers.
+    seed = int(torch.randint(2**62, (1,)))
+    return SamplingParams(
+        budget,
+        temperature=config.temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        stop_ids=stop_ids,
+        suppress_ids=suppress,
+        seed=seed,
+    )
+
+
+def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _pad_id(pad_id: int | None, stop_ids: tuple[int, ...]) -> int:
+    """transformers pads with the first end-of-text id when there is no pad id."""
+    if pad_id is not None:
+        return pad_id
+    return stop_ids[0] if stop_ids else 0

@@ -1,0 +1,137 @@
+"""The training module seen as an inference model: ids and positions in, next-token logits out.
+
+Shapes: B rows, P prompt tokens, V vocabulary.
+
+Nothing is copied or replaced: the module's own forward runs, with its attention routed to
+the KV workspace for the time of a `session`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlhf_app.hybrid_engine import attention
+
+
+class InferenceModel:
+    """Forwards of a Hugging Face causal LM for prompts and for single tokens.
+
+    Args:
+        model: the module that is trained; its parameters are used where they are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.configs = _distinct_configs(model)
+        self.text_config = model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in: the device of the input embedding."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of keys and values."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Leave training mode and record no gradients; every module's mode is restored.
+
+        `no_grad` and not `inference_mode`: whatever is made inside (a lazily built buffer,
+        a cast weight) must still be usable by the training forward.
+        """
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def session(self, name: str = attention.NAME) -> Iterator[None]:
+        """`evaluation`, with attention routed to the workspace.
+
+        Args:
+            name: attention to install.
+        """
+        with self.evaluation(), attention.installed(self.configs, name):
+            yield
+
+    def prefill(
+        self, ids_BP: torch.Tensor, lengths_B: torch.Tensor, step: attention.Step
+    ) -> torch.Tensor:
+        """Run right-padded prompts.
+
+        Args:
+            ids_BP: [B, P] int64; what follows a row's length is ignored.
+            lengths_B: [B] int64 in 1..P.
+            step: serves the attention layers.
+
+        Returns:
+            [B, V] logits at each row's last real token. The head never sees the others: with
+            a large vocabulary their logits would be the largest tensor of the whole run.
+        """
+        positions = torch.arange(ids_BP.shape[1], device=ids_BP.device)
+        rows = torch.arange(ids_BP.shape[0], device=ids_BP.device)
+
+        def last_token(_: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            return (args[0][rows, lengths_B - 1][:, None],)
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(last_token)
+        try:
+            return self._forward(ids_BP, positions.expand(ids_BP.shape), step)[:, 0]
+        finally:
+            hook.remove()
+
+    def decode(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, step: attention.Step
+    ) -> torch.Tensor:
+        """Run one token per row.
+
+        Args:
+            tokens_B: [B] int64.
+            positions_B: [B] int64 position of each token in its row.
+            step: serves the attention layers.
+
+        Returns:
+            [B, V] logits of the next token.
+        """
+        return self._forward(tokens_B[:, None], positions_B[:, None], step)[:, 0]
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step
+    ) -> torch.Tensor:
+        extras: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+        with attention.active(step):
+            output = self.model(
+                input_ids=ids, attention_mask=None, use_cache=False, return_dict=True, **extras
+            )
+        return output.logits
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the forward can be told positions, as ragged rows need."""
+        return self._takes_positions
+
+
+def _distinct_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:
+    """Every config object that some module reads its attention's name from."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,131 @@
+"""Rollouts through transformers' own generate, for models the workspace cannot serve.
+
+Shapes: B rows, P prompt tokens, T answer tokens, V vocabulary.
+
+Slower, but with the same randomness, log-probs and stop rules: a logits processor draws the
+token and leaves transformers only that one to pick.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
+from rlhf_app.hybrid_engine.inference_model import InferenceModel
+from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
+
+
+def native_rollout(
+    model: InferenceModel,
+    prompts: Sequence[Sequence[int]],
+    uids: Sequence[int],
+    params: SamplingParams,
+    slots: int,
+) -> Rollout:
+    """Answer every prompt, `slots` at a time, left-padded.
+
+    Args:
+        model: the model; its mode is restored.
+        prompts: ids of each request, none empty.
+        uids: one integer per request.
+        params: how tokens are drawn.
+        slots: rows of one batch.
+
+    Returns:
+        What `DecodeLoop.run` returns; `prefill_seconds` is 0, as it is not seen apart.
+    """
+    start = time.perf_counter()
+    tokens: list[list[int]] = []
+    logprobs: list[torch.Tensor] = []
+    steps = row_steps = 0
+    with model.evaluation(), _plain_generation_config(model.model):
+        for first in range(0, len(prompts), slots):
+            batch = prompts[first : first + slots]
+            keys = request_keys(params.seed, params.step, uids[first : first + slots])
+            drawn_BT, drawn_logprobs_BT = _generate(model, batch, keys, params)
+            for row, values in zip(drawn_BT.tolist(), drawn_logprobs_BT.cpu(), strict=True):
+                count = _answer_length(row, params.stop_ids)
+                tokens.append(row[:count])
+                logprobs.append(values[:count].clone())
+            steps += drawn_BT.shape[1]
+            row_steps += drawn_BT.numel()
+    total = time.perf_counter() - start
+    return Rollout(
+        tokens,
+        logprobs,
+        [answer[-1] in params.stop_ids for answer in tokens],
+        RolloutTimings(
+            prefill_seconds=0.0,
+            decode_seconds=total,
+            total_seconds=total,
+            prompt_tokens=sum(map(len, prompts)),
+            generated_tokens=sum(map(len, tokens)),
+            decode_steps=steps,
+            row_steps=row_steps,
+        ),
+    )
+
+
+def _generate(
+    model: InferenceModel,
+    prompts: Sequence[Sequence[int]],
+    keys_B: torch.Tensor,
+    params: SamplingParams,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch: tokens and log-probs [B, T]; what follows a row's stop token is padding."""
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]
+    ids = [[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+    mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
+    processor = _CounterSampler(params, keys_B.to(model.device))
+    sequences = model.model.generate(
+        torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(params.stop_ids) or None,
+            pad_token_id=params.stop_ids[0] if params.stop_ids else 0,
+        ),
+        logits_processor=LogitsProcessorList([processor]),
+    )
+    return sequences[:, longest:], torch.stack(processor.logprobs, dim=1)
+
+
+def _answer_length(row: list[int], stop_ids: tuple[int, ...]) -> int:
+    """Tokens up to the first stop token, it included."""
+    for index, token in enumerate(row):
+        if token in stop_ids:
+            return index + 1
+    return len(row)
+
+
+class _CounterSampler(LogitsProcessor):
+    """Draws each row's token and makes it the only one left."""
+
+    def __init__(self, params: SamplingParams, keys_B: torch.Tensor) -> None:
+        self._sampler = Sampler(params, keys_B.device)
+        self._uniforms_BT = uniforms(keys_B, params.max_new_tokens)
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
+        tokens_B, logprobs_B = self._sampler(scores, self._uniforms_BT[:, len(self.logprobs)])
+        self.logprobs.append(logprobs_B)
+        return torch.full_like(scores, -math.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+
+@contextmanager
+def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Without the model's own defaults: they may hold penalties that nobody asked for here."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
