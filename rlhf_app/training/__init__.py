@@ -1,0 +1,1 @@
+"""Training under DeepSpeed: process group, engine, exact gradient scale, artifacts."""

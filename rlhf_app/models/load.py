@@ -1,0 +1,197 @@
+"""Loading causal language models, with errors that name the setting and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_app.config.schema import Dtype
+from rlhf_app.errors import ConfigError
+from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve_dtype(name: Dtype, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting: auto is bf16 on CUDA and fp32 on CPU.
+
+    Raises:
+        ConfigError: fp16 on CPU, or bf16 on a GPU without it.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "fp16" and device.type == "cpu":
+        raise ConfigError("model.dtype fp16 needs a GPU: use auto, fp32 or bf16")
+    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("model.dtype bf16: this GPU has none; use fp16 or fp32")
+    return _DTYPES[name]
+
+
+def load_config(path: str, *, trust_remote_code: bool = False, setting: str = "model.actor") -> Any:
+    """Loads a model's config with dropout 0.
+
+    Args:
+        path: directory or Hub id.
+        trust_remote_code: run code that the model brings.
+        setting: the setting that named the path, for error messages.
+
+    Raises:
+        ConfigError: the path or Hub id cannot be read.
+    """
+    from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    # Bars of loading and saving weights would fill the log files of the workers.
+    disable_progress_bar()
+    check_model_path(path, setting)
+    with load_errors(path, setting):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    disable_dropout_in_config(config)
+    return config
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+    setting: str = "model.actor",
+) -> Any:
+    """Loads a causal LM for training: dropout 0, no KV cache in the forward.
+
+    Args:
+        path: directory or Hub id.
+        dtype: of the parameters.
+        device: where they go.
+        attn_implementation: of the training forward.
+        trust_remote_code: run code that the model brings.
+        gradient_checkpointing: recompute activations in the backward.
+        setting: the setting that named the path, for error messages.
+
+    Returns:
+        A Hugging Face model in train mode.
+
+    Raises:
+        ConfigError: no such directory, no weights, weights missing, Hub not reachable.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code, setting=setting)
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        setting=setting,
+    )
+    return prepare_for_training(model, device, gradient_checkpointing)
+
+
+def load_pretrained(
+    auto_class: Any,
+    path: str,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    setting: str,
+) -> Any:
+    """`auto_class.from_pretrained`, where weights that were not found are an error.
+
+    Raises:
+        ConfigError: as `load_causal_lm`.
+    """
+    with load_errors(path, setting):
+        model, info = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{setting} {path}: {len(missing)} weights are not in the checkpoint "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); "
+            f"it is no {type(model).__name__} checkpoint"
+        )
+    return model
+
+
+def prepare_for_training(model: Any, device: torch.device, gradient_checkpointing: bool) -> Any:
+    """Dropout 0, cache off, checkpointing if wanted, train mode, on the device."""
+    disable_dropout_in_modules(model)
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.to(device).train()
+
+
+def model_max_length(config: Any) -> int:
+    """Positions that a model has, or a very large number where it has no limit.
+
+    Args:
+        config: the model's config. GPT-2's `n_positions` and the like are found under the
+            common name that transformers maps to them.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(positions) if positions else 1 << 30
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The generation config's EOS ids, as a tuple whether it holds none, one or several."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def check_model_path(path: str, setting: str) -> None:
+    """Tells a mistyped directory from a Hub id before anything is downloaded.
+
+    Raises:
+        ConfigError: a directory without config.json, a file, or a path that is not there.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"{setting} {path}: no config.json in this directory")
+        weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+        if not any(True for pattern in weights for _ in local.glob(pattern)):
+            raise ConfigError(f"{setting} {path}: no weights (*.safetensors) in this directory")
+    elif local.exists():
+        raise ConfigError(f"{setting} {path}: is a file; give the model's directory")
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{setting} {path}: no such directory")
+
+
+@contextmanager
+def load_errors(path: str, setting: str) -> Iterator[None]:
+    """Turns loading errors of transformers into one line.
+
+    Raises:
+        ConfigError: with the first line of the cause.
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        where = "" if Path(path).expanduser().is_dir() else " (neither a directory here nor "
+        where += "" if not where else "a model that the Hub would give us)"
+        raise ConfigError(f"{setting} {path}{where}: {lines[0]}") from error

@@ -1,0 +1,141 @@
+"""One optimizer step over any number of micro-batches and ranks, with exact scaling.
+
+The loss of a step is sum(l) / total_weight over all tokens (or pairs) of all micro-batches
+and ranks. DeepSpeed averages gradients over ranks, so each micro-batch contributes
+sum(l) * world_size / total_weight; the result does not depend on how rows are cut up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from rlhf_app.training.distributed import Dist
+
+MicroBatch = TypeVar("MicroBatch")
+LossFunction = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient is NaN or infinite; raised on every rank, with weights untouched."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step did, the same on every rank.
+
+    Attributes:
+        loss: sum of the loss over all ranks / total weight.
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate of this step.
+        sums: each metric of the loss function, summed over micro-batches and ranks.
+        skipped: fp16 only: the loss scale overflowed and was lowered instead of stepping.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    sums: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False
+
+
+def optimizer_step(
+    engine: Any,
+    micro_batches: Sequence[MicroBatch],
+    loss_fn: LossFunction[MicroBatch],
+    total_weight: float,
+    dist: Dist,
+) -> StepStats:
+    """Runs forward and backward over the micro-batches, then one optimizer step.
+
+    Args:
+        engine: a DeepSpeed engine from `engine_for`.
+        micro_batches: this rank's; the same number on every rank (`rank_slices`), at least 1.
+        loss_fn: micro-batch -> (sum of the loss over its tokens or pairs, sums of metrics),
+            scalars on the engine's device. Every rank returns the same metric names.
+        total_weight: number of tokens or pairs of all micro-batches of all ranks, > 0.
+        dist: this process's place.
+
+    Returns:
+        The step's numbers.
+
+    Raises:
+        NonFiniteError: the loss of any rank, or the gradient norm, is not finite. The losses
+            are looked at together after the last backward: checking each before its backward
+            would wait for the GPU every time, and the gradients are thrown away anyway.
+    """
+    assert len(micro_batches) > 0
+    assert total_weight > 0
+    scale = dist.world_size / total_weight
+    names: list[str] = []
+    totals: torch.Tensor | None = None
+    for index, micro_batch in enumerate(micro_batches):
+        engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+        loss_sum, metrics = loss_fn(micro_batch)
+        engine.backward(loss_sum * scale, scale_wrt_gas=False)
+        names = list(metrics)
+        row = torch.stack([loss_sum.detach().double(), *(m.double() for m in metrics.values())])
+        totals = row if totals is None else totals + row
+    assert totals is not None
+    # The only wait for the device before the step.
+    local = totals.tolist()
+    summed = dist.sum([*local, 0.0 if math.isfinite(local[0]) else 1.0])
+    if summed[-1] or not math.isfinite(summed[0]):
+        raise NonFiniteError(
+            f"the loss is not finite ({summed[0]}) on {int(summed[-1])} of {dist.world_size} ranks "
+            f"at optimizer step {engine.global_steps + 1}: nothing was updated. "
+            "Lower the learning rate, or use dtype bf16 or fp32"
+        )
+    lr = engine.get_lr()[0]
+    grad_norm = _plain_grad_norm(engine)
+    engine.step()
+    skipped = bool(getattr(engine.optimizer, "overflow", False))
+    if skipped and not engine.fp16_enabled():
+        raise _grad_error(engine, "inf or nan")
+    if grad_norm is None:
+        grad_norm = float(engine.get_global_grad_norm() or 0.0)
+    return StepStats(
+        loss=summed[0] / total_weight,
+        grad_norm=grad_norm,
+        lr=lr,
+        sums=dict(zip(names, summed[1:], strict=False)),
+        skipped=skipped,
+    )
+
+
+def refuse_non_finite_norm(engine: Any) -> None:
+    """Called right before the inner optimizer's update, once DeepSpeed knows the norm.
+
+    The norm is global, so that every rank decides alike.
+
+    Raises:
+        NonFiniteError: the norm is NaN or infinite.
+    """
+    norm = float(engine.optimizer._global_grad_norm)
+    if not math.isfinite(norm):
+        raise _grad_error(engine, str(norm))
+
+
+def _plain_grad_norm(engine: Any) -> float | None:
+    """The gradient norm where DeepSpeed does not wrap the optimizer (fp32, ZeRO 0), else None.
+
+    Gradients are already averaged over ranks here, hence equal on all of them.
+    """
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            raise _grad_error(engine, str(norm))
+        return norm
+    return None
+
+
+def _grad_error(engine: Any, norm: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"the gradient norm is not finite ({norm}) at optimizer step {engine.global_steps + 1} "
+        "although the loss is: nothing was updated. Lower the learning rate, or use dtype fp32"
+    )

@@ -1,0 +1,106 @@
+"""Which rows make up which optimizer step, and which rank takes which of them.
+
+Everything follows from (number of rows, seed, epoch) alone, so that all ranks agree without
+talking, a resumed run continues in the middle, and each row is used once per epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of the rows, another one each epoch.
+
+    Args:
+        rows: number of rows.
+        seed: the run's seed.
+        epoch: counted from 0.
+    """
+    order = list(range(rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def count_steps(rows: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
+    """Optimizer steps of a stage, at least 1; the last batch of an epoch may be smaller."""
+    steps = max(1, round(epochs * math.ceil(rows / batch_size)))
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def batches(rows: int, batch_size: int, seed: int, total_steps: int) -> Iterator[list[int]]:
+    """Yields the row indices of each optimizer step, over all ranks.
+
+    Args:
+        rows: number of rows, at least 1.
+        batch_size: rows per step.
+        seed: the run's seed.
+        total_steps: number of batches to yield.
+    """
+    assert rows > 0
+    step = 0
+    for epoch in range(total_steps):
+        order = epoch_order(rows, seed, epoch)
+        for start in range(0, rows, batch_size):
+            if step == total_steps:
+                return
+            yield order[start : start + batch_size]
+            step += 1
+
+
+def rank_slices(
+    batch: Sequence[int],
+    lengths: Sequence[int],
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+) -> list[list[int]]:
+    """This rank's micro-batches of one batch.
+
+    Rows of similar length share a micro-batch (little padding), and micro-batches of similar
+    length run at the same time on different ranks (little waiting). Sizes differ by at most
+    one row, and each rank gets the same number of micro-batches: where rows are fewer than
+    ranks, some are empty and the rank runs one row with weight 0 in their place.
+
+    Args:
+        batch: row indices of the whole step.
+        lengths: tokens of every row of the data set.
+        micro_batch_size: most rows of one micro-batch.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Returns:
+        Lists of row indices, possibly empty ones.
+    """
+    rounds = math.ceil(len(batch) / (micro_batch_size * world_size))
+    slots = rounds * world_size
+    by_length = sorted(batch, key=lambda row: (lengths[row], row))
+    # Cut points that spread the remainder evenly.
+    cuts = [len(by_length) * slot // slots for slot in range(slots + 1)]
+    mine = range(rank, slots, world_size)
+    return [by_length[cuts[slot] : cuts[slot + 1]] for slot in mine]
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], pad_id: int, multiple: int = 1, limit: int | None = None
+) -> torch.Tensor:
+    """Puts rows of ids into one tensor, left-aligned and padded on the right.
+
+    Args:
+        rows: token ids, at least one row.
+        pad_id: any id; causal attention keeps what comes before from seeing it.
+        multiple: round the width up to a multiple of this, for tensor cores.
+        limit: but not beyond this (the model's positions).
+
+    Returns:
+        int64 (rows, width).
+    """
+    longest = max(len(row) for row in rows)
+    width = -(-longest // multiple) * multiple
+    if limit is not None:
+        width = max(longest, min(width, limit))
+    return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows])

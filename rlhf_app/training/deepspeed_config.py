@@ -1,0 +1,134 @@
+"""From a model's settings to a DeepSpeed engine: configuration, optimizer, schedule."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_app.config.schema import HybridEngineSettings, TrainableSettings
+from rlhf_app.training.accumulate import refuse_non_finite_norm
+from rlhf_app.training.deepspeed_module import load_deepspeed
+from rlhf_app.training.distributed import Dist
+from rlhf_app.training.schedule import lr_factor
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+def build_config(
+    settings: TrainableSettings, *, dtype: torch.dtype, micro_batch_size: int
+) -> dict[str, Any]:
+    """Translates settings into DeepSpeed's configuration.
+
+    Args:
+        settings: optimisation of one model.
+        dtype: of the parameters in training: fp32, bf16 or fp16.
+        micro_batch_size: rows of one forward on one rank. DeepSpeed only reports with it.
+
+    Returns:
+        The dict that `deepspeed.initialize(config=...)` takes.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    # In half precision our stage 0 is DeepSpeed's stage 1: its stage 0 adds the gradients of
+    # the micro-batches up in half precision (bf16) or never applies the loss scale (fp16).
+    # Both keep whole parameters and gradients on every rank; stage 1 also splits the fp32
+    # masters and Adam's moments between ranks, which changes no result.
+    stage = max(settings.zero_stage, 1) if half else settings.zero_stage
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        # The real number differs between steps; `optimizer_step` sets the boundary itself.
+        "gradient_accumulation_steps": 1,
+        # Without the key DeepSpeed clips at 1.0.
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }
+    if half:
+        # Sums over micro-batches in half precision would lose small contributions.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Splits the trainable parameters into decayed matrices and free vectors.
+
+    Biases and norm weights have one dimension and are not decayed. Without weight decay
+    there is one group: fewer groups mean fewer kernels and messages.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if weight_decay == 0:
+        return [{"params": parameters, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(settings: TrainableSettings) -> OptimizerFactory:
+    """AdamW in one fused kernel; on both CPU and CUDA it ships with torch."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
+        )
+
+    return make
+
+
+def engine_for(
+    model: nn.Module,
+    settings: TrainableSettings,
+    *,
+    dtype: torch.dtype,
+    micro_batch_size: int,
+    total_steps: int,
+    dist: Dist,
+    hybrid: HybridEngineSettings | None = None,
+    make_optimizer: OptimizerFactory | None = None,
+) -> Any:
+    """Wraps a model in a DeepSpeed engine, ready for `optimizer_step`.
+
+    Args:
+        model: on any device; it is moved to this rank's.
+        settings: optimisation of the model.
+        dtype: of the parameters in training.
+        micro_batch_size: rows of one forward on one rank.
+        total_steps: optimizer steps of the stage, for the schedule.
+        dist: this process's place; the process group must be up.
+        hybrid: makes the engine able to generate; None: a plain DeepSpeed engine.
+        make_optimizer: another optimizer than AdamW, from parameter groups.
+
+    Returns:
+        The engine; its `module` is the model.
+    """
+    deepspeed = load_deepspeed()
+    model.to(dist.device)
+    groups = parameter_groups(model, settings.weight_decay)
+    optimizer = (make_optimizer or adamw(settings))(groups)
+    factor = lr_factor(settings.lr_schedule, settings.warmup_ratio, total_steps)
+    arguments: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        # Built from the optimizer before DeepSpeed wraps it: both share its groups.
+        "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        "config": build_config(settings, dtype=dtype, micro_batch_size=micro_batch_size),
+    }
+    # DeepSpeed prints memory tables here; its warnings go through its logger and stay.
+    with redirect_stdout(io.StringIO()):
+        if hybrid is None:
+            engine = deepspeed.initialize(**arguments)[0]
+        else:
+            from rlhf_app.hybrid_engine import initialize
+
+            arguments["config"]["hybrid_engine"] = hybrid.model_dump(exclude_none=True)
+            engine = initialize(**arguments)[0]
+    if engine.optimizer is not optimizer:
+        optimizer.register_step_pre_hook(lambda *_: refuse_non_finite_norm(engine))
+    return engine
