@@ -7,6 +7,7 @@ terminal. RANK, LOCAL_RANK and WORLD_SIZE decide its part (unset: the only one).
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ.get(LOG_TO_FILES) == "1":
         _redirect_output(run.log(stage, rank))
         die_with_parent(signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s: %(message)s")
     try:
         check_origins()
         config = load_saved(run.config)
@@ -91,5 +93,15 @@ def _stage_module(stage: StageName) -> ModuleType:
     return importlib.import_module(f"stages.{stage}.train")
 
 
+def _leave(code: int) -> None:
+    """End the process. After a failure without destructors: a process group whose peers are
+    still waiting could hang there, and the error is on disk already."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != EXIT_OK:
+        os._exit(code)
+    raise SystemExit(code)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    _leave(main())

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 LOG_TO_FILES = "RLHF_LOG_TO_FILES"
@@ -22,7 +23,12 @@ def die_with_parent(signum: int) -> None:
     Linux only; elsewhere orderly termination has to do.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
+        _libc().prctl(_PR_SET_PDEATHSIG, int(signum))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -32,6 +38,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.
     decides how they end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    _libc()  # loaded before the fork: the child must not take the loader's lock
     with log.open("ab") as output:
         return subprocess.Popen(
             list(argv),

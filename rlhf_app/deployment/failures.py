@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from rlhf_app.config.schema import StageName
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.files import atomic_write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,8 @@ class WorkerError:
 
 
 def write_error(path: Path, error: WorkerError) -> None:
-    """Write `error_rank<r>.json`; the rename makes it whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(error), indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    """Write `error_rank<r>.json`."""
+    atomic_write_json(path, asdict(error))
 
 
 def first_error(

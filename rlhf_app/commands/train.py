@@ -1,0 +1,73 @@
+"""`rlhf train`: any of the three stages, in order."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from rlhf_app.commands import options
+from rlhf_app.errors import EXIT_INTERRUPTED
+
+
+def train(
+    actor_model: options.ActorModel = None,
+    reward_model: options.RewardModel = None,
+    actor_zero_stage: options.ActorZero = None,
+    reward_zero_stage: options.RewardZero = None,
+    data: options.Data = None,
+    data_split: options.DataSplit = None,
+    sft_data: options.SftData = None,
+    reward_data: options.RewardData = None,
+    ppo_data: options.PpoData = None,
+    eval_data: options.EvalData = None,
+    gold: options.Gold = None,
+    step: options.Step = None,
+    stages: options.Stages = None,
+    deployment_type: options.Deployment = None,
+    output_dir: options.OutputDir = None,
+    seed: options.Seed = None,
+    force: options.Force = False,
+    dry_run: options.DryRun = False,
+    debug: options.Debug = False,
+    config: options.ConfigFile = None,
+    preset: options.Preset = None,
+    set_values: options.SetValues = None,
+) -> None:
+    """Train SFT, reward model and PPO; finished stages are reused."""
+    execute(options.Flags(dict(locals())))
+
+
+def execute(flags: options.Flags) -> None:
+    """Resolve the settings, then print the plan or run it.
+
+    Args:
+        flags: the parsed flags.
+
+    Raises:
+        ConfigError: bad input.
+        StageFailed: a worker failed.
+    """
+    from rich.console import Console
+
+    from rlhf_app.config.load import load_config
+    from rlhf_app.pipeline import run_pipeline
+    from rlhf_app.report.plan import print_plan
+
+    values = flags.values
+    resolved = load_config(
+        preset=values["preset"], config_file=values["config"], overrides=flags.overrides()
+    )
+    console = Console()
+    if values["dry_run"]:
+        print_plan(resolved, console, force=values["force"])
+        return
+    try:
+        run_pipeline(resolved, force=values["force"], console=console)
+    except KeyboardInterrupt as interrupt:
+        print(
+            f"rlhf: interrupted{f' by {interrupt}' if str(interrupt) else ''}; the workers are "
+            "stopped. The same command goes on with the unfinished stage.",
+            file=sys.stderr,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,103 @@
+"""Runs the workers of one stage to their end, or ends them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+
+from rlhf_app.config.schema import StageName
+from rlhf_app.deployment.child_process import start, stop
+from rlhf_app.deployment.failures import describe_exit, first_error, last_log_line
+from rlhf_app.deployment.progress import MetricsTail, Reporter, make_reporter
+from rlhf_app.errors import ConfigError, StageFailed
+from rlhf_app.run_directory import RunDirectory
+
+_POLL_SECONDS = 0.1
+
+
+def run_workers(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    run: RunDirectory,
+    stage: StageName,
+    num_processes: int,
+    console: Console,
+) -> None:
+    """Start a stage's processes, show their progress, and see them off.
+
+    Args:
+        argv: command of the worker, or of torchrun with the workers.
+        env: their environment.
+        run: the run directory; logs, metrics and errors lie there.
+        stage: the stage.
+        num_processes: workers, to look for the one that failed first.
+        console: where progress goes.
+
+    Raises:
+        ConfigError: a worker found bad input; the message is its own.
+        StageFailed: a worker failed; names rank, cause and log.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers are gone by then.
+    """
+    log = run.log(stage, 0) if num_processes == 1 else run.launcher_log(stage)
+    with _signals_as_interrupts():
+        process = start(argv, env, log)
+        try:
+            with make_reporter(console, stage) as reporter:
+                _follow(process, MetricsTail(run.metrics(stage)), reporter)
+        finally:
+            stop(process)
+    if process.returncode != 0:
+        raise _failure(run, stage, num_processes, process.returncode)
+    if not run.result(stage).is_file():
+        raise StageFailed(f"{stage}: ended without a result (log: {run.log(stage, 0)})")
+
+
+def _follow(process: subprocess.Popen[bytes], tail: MetricsTail, reporter: Reporter) -> None:
+    while True:
+        ended = process.poll() is not None
+        for record in tail.new_records():
+            reporter.show(record)
+        if ended:  # asked before the last read, so that nothing written is missed
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _failure(
+    run: RunDirectory, stage: StageName, num_processes: int, code: int
+) -> ConfigError | StageFailed:
+    found = first_error(run, stage, num_processes)
+    if found is not None:
+        rank, error = found
+        if error.type == ConfigError.__name__:
+            return ConfigError(error.message)
+        return StageFailed(
+            f"{stage}: rank {rank} failed: {error.last_line} (log: {run.log(stage, rank)})"
+        )
+    logs = [run.log(stage, rank) for rank in range(num_processes)]
+    last = last_log_line([*logs, run.launcher_log(stage)])
+    where, line = last if last is not None else (logs[0], "nothing was logged")
+    return StageFailed(f"{stage}: {describe_exit(code)}: {line} (log: {where})")
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the workers the same orderly way as Ctrl-C does."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(signum).name)
+
+    before = {number: signal.signal(number, interrupt) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_HANDLED = (signal.SIGTERM, signal.SIGHUP)

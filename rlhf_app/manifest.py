@@ -1,0 +1,185 @@
+"""`manifest.json`: which stages are finished, from which settings and inputs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import rlhf_app
+from rlhf_app.config.keys import flatten
+from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.errors import ConfigError
+from rlhf_app.fingerprint import content_hash
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.files import atomic_write_json
+
+_FORMAT = 1
+_GROUPS: dict[StageName, tuple[str, ...]] = {
+    "sft": ("seed", "model.", "data.", "sft."),
+    "reward": ("seed", "model.", "data.", "reward."),
+    "ppo": ("seed", "model.", "data.", "ppo.", "gold.", "hybrid_engine."),
+}
+# Told by the content of the stage's inputs instead of by name.
+_BY_CONTENT = ("model.actor", "model.reward")
+_STAGE_DATA = ("data.sft", "data.reward", "data.ppo")
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers")
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """One stage in the manifest.
+
+    Attributes:
+        status: running is also what a killed run leaves behind.
+        settings: dotted settings that the stage depends on.
+        inputs: name -> content hash of models and data.
+        artifact_hash: of what it made; empty until finished.
+        started, finished: seconds since the epoch; finished is 0 until then.
+        versions: of Python, this program and the libraries that compute.
+        git: revision of the program's checkout, or None when it has none.
+    """
+
+    status: Literal["running", "finished", "failed"]
+    settings: dict[str, object]
+    inputs: dict[str, str]
+    started: float
+    artifact_hash: str = ""
+    finished: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+    git: str | None = None
+
+
+class Manifest:
+    """The stages of a run directory; every change is written at once.
+
+    Args:
+        path: `manifest.json`.
+        stages: records read from it.
+    """
+
+    def __init__(self, path: Path, stages: dict[StageName, StageRecord]) -> None:
+        self._path = path
+        self.stages = stages
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest:
+        """Read a manifest; a missing file is an empty one.
+
+        Raises:
+            ConfigError: the file is damaged or of another format.
+        """
+        if not path.is_file():
+            return cls(path, {})
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT:
+                raise ConfigError(f"{path}: written by another version; use a new --output-dir")
+            return cls(path, {k: StageRecord(**v) for k, v in content["stages"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path}: damaged; use a new --output-dir") from None
+
+    def put(self, stage: StageName, record: StageRecord) -> None:
+        """Replace one stage's record."""
+        self.stages[stage] = record
+        self.save()
+
+    def drop(self, stage: StageName) -> None:
+        """Forget a stage, which is about to be done again."""
+        if self.stages.pop(stage, None) is not None:
+            self.save()
+
+    def save(self) -> None:
+        """Write the file whole."""
+        stages = {name: asdict(record) for name, record in self.stages.items()}
+        content = {"format": _FORMAT, "rlhf": rlhf_app.__version__, "stages": stages}
+        atomic_write_json(self._path, content)
+
+
+def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
+    """The settings whose change makes a finished stage stale, as JSON values.
+
+    Names of models and of local data files are left out: `stage_fingerprints` tells them by
+    content, so that moving a directory changes nothing. The list of stages belongs to it
+    where the stage lives on its share of a split, which depends on who else takes part.
+    """
+    flat = flatten(config.model_dump(mode="json"))
+    own = {
+        key: value
+        for key, value in flat.items()
+        if key.startswith(_GROUPS[stage]) and key not in _BY_CONTENT
+    }
+    for key in _STAGE_DATA:
+        if key != f"data.{stage}":
+            own.pop(key)
+    if getattr(config.data, stage):
+        for key in ("data.sources", "data.split"):
+            own.pop(key)
+    elif config.data.split != "shared":
+        own["stages"] = flat["stages"]
+    for key in ("data.sources", f"data.{stage}", "data.eval"):
+        if key in own:
+            sources: tuple[SourceConfig, ...] = getattr(config.data, key.removeprefix("data."))
+            own[key] = [_source_settings(source) for source in sources]
+    return own
+
+
+def _source_settings(source: SourceConfig) -> dict[str, object]:
+    values = source.model_dump(mode="json")
+    if Path(source.path).expanduser().exists():
+        values.pop("path")
+    return values
+
+
+def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -> dict[str, str]:
+    """Content hashes of the models and data that a stage reads; all of them must exist."""
+    hashes = {
+        f"input {name}": content_hash(where)
+        for name, where in stage_inputs(config, run, stage).items()
+    }
+    own: tuple[SourceConfig, ...] = getattr(config.data, stage)
+    used = [(f"data.{stage}", own)] if own else [("data.sources", config.data.sources)]
+    for key, sources in [*used, ("data.eval", config.data.eval)]:
+        for index, source in enumerate(sources):
+            hashes[f"{key}[{index}]"] = content_hash(source.path)
+    return hashes
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, without importing any of it."""
+    found = {"python": platform.python_version(), "rlhf": rlhf_app.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """Revision of the checkout that this program runs from, `+changes` when it was edited."""
+    home = Path(rlhf_app.__file__).resolve().parent.parent
+    if not (home / ".git").exists():  # installed: a repository further up is somebody else's
+        return None
+    try:
+        git = ["git", "-C", str(home)]
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        )
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

@@ -1,0 +1,173 @@
+"""The controller of a run: settings in, finished stages out.
+
+    settings -> run directory -> (embedded model and data) -> checks -> per stage: reuse it, or
+    fresh worker processes -> manifest -> summary and final table
+
+Each stage runs in processes of its own, so its memory is really free before the next starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+
+from rich.console import Console
+
+from rlhf_app.config.load import Resolved, with_values
+from rlhf_app.config.schema import RunConfig, StageName
+from rlhf_app.config.yaml_files import dump_config
+from rlhf_app.deployment.launch import worker_argv, worker_environment
+from rlhf_app.deployment.progress import clock
+from rlhf_app.deployment.supervise import run_workers
+from rlhf_app.deployment.topology import Topology, check_topology, count_gpus, plan_topology
+from rlhf_app.errors import ConfigError
+from rlhf_app.fingerprint import content_hash
+from rlhf_app.manifest import (
+    Manifest,
+    StageRecord,
+    git_revision,
+    stage_fingerprints,
+    stage_settings,
+    versions,
+)
+from rlhf_app.output_directory import open_output_directory
+from rlhf_app.preflight import check_inputs, check_sizes
+from rlhf_app.report.final_table import print_final_table
+from rlhf_app.report.summary import write_summary
+from rlhf_app.reuse import decide
+from rlhf_app.run_directory import RunDirectory
+
+
+def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
+    """Run the chosen stages, or reuse those that are finished and unchanged.
+
+    Args:
+        resolved: the settings and how they came about.
+        force: redo stages that changed, and all after them.
+        console: where progress and the final table go.
+
+    Raises:
+        ConfigError: bad input; nothing was started, or the worker that found it says so.
+        StageFailed: a worker failed.
+        KeyboardInterrupt: the run was interrupted; its workers are gone.
+    """
+    config = resolved.config
+    gpus = count_gpus() if config.deployment.type != "cpu" else 0
+    topology = plan_topology(config.deployment, gpus)
+    check_topology(topology, gpus)
+    check_sizes(config, topology.num_processes)
+    run = RunDirectory(config.output_dir)
+    if not resolved.embedded:
+        check_inputs(config, run)
+    with open_output_directory(run) as manifest:
+        if resolved.embedded:
+            _check_seed(config, run, manifest, force)
+            config = use_embedded_default(config, run, console)
+            check_inputs(config, run)
+        config = with_values(config, {"deployment.type": topology.type})
+        decisions = decide(config, run, manifest, force=force)
+        _write_config(config, run)
+        for decision in decisions:
+            if decision.action == "reuse":
+                _say(console, f"{decision.stage}: reused, unchanged")
+        for decision in decisions:
+            if decision.action == "run":
+                # Dropped before the first starts: an interrupted redo must not leave stale ones.
+                manifest.drop(decision.stage)
+        for decision in decisions:
+            if decision.action == "run":
+                _run_stage(config, run, manifest, decision.stage, topology, console)
+        summary = write_summary(run)
+        print_final_table(console, run, summary)
+
+
+def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console) -> RunConfig:
+    """Build the built-in model and task, and point the settings at them.
+
+    A gold scorer that the user named stays.
+    """
+    # Here, not at the top: the library knows no data source, and building imports torch.
+    from data_sources.embedded import prepare
+
+    _say(console, f"no --actor-model and no data: the built-in model and task in {run.embedded}")
+    task = prepare(run.embedded, config.seed)
+    return with_values(
+        config,
+        {
+            "model.actor": str(task.actor),
+            "data.sft": [{"path": str(task.sft)}],
+            "data.reward": [{"path": str(task.pairs)}],
+            "data.ppo": [{"path": str(task.prompts)}],
+            "data.eval": [{"path": str(task.evaluation)}],
+            "gold.scorer": config.gold.scorer or task.gold,
+        },
+    )
+
+
+def _check_seed(config: RunConfig, run: RunDirectory, manifest: Manifest, force: bool) -> None:
+    """Another seed means other embedded data: say so before the old data is replaced."""
+    for stage, record in manifest.stages.items():
+        old = record.settings.get("seed")
+        if record.status == "finished" and old != config.seed and not force:
+            raise ConfigError(
+                f"{run.stage(stage)} is finished, but would change: seed {old} -> {config.seed}; "
+                "use --force to redo it and the stages after it, or another --output-dir"
+            )
+
+
+def _run_stage(
+    config: RunConfig,
+    run: RunDirectory,
+    manifest: Manifest,
+    stage: StageName,
+    topology: Topology,
+    console: Console,
+) -> None:
+    """Start one stage from nothing and record how it ended."""
+    # What a killed or forced stage left is half done: no part of it may be taken for the new.
+    shutil.rmtree(run.stage(stage), ignore_errors=True)
+    run.logs(stage).mkdir(parents=True)
+    record = StageRecord(
+        status="running",
+        settings=stage_settings(config, stage),
+        inputs=stage_fingerprints(config, run, stage),
+        started=time.time(),
+        versions=versions(),
+        git=git_revision(),
+    )
+    manifest.put(stage, record)
+    count = topology.num_processes
+    workers = f"{count} process{'es' * (count > 1)} on {topology.device}"
+    _say(console, f"{stage}: {workers}, log: {run.log(stage, 0)}")
+    try:
+        run_workers(
+            worker_argv(topology, run.path, stage),
+            worker_environment(topology, os.environ),
+            run,
+            stage,
+            count,
+            console,
+        )
+    except BaseException:
+        manifest.put(stage, dataclasses.replace(record, status="failed", finished=time.time()))
+        raise
+    done = dataclasses.replace(
+        record,
+        status="finished",
+        finished=time.time(),
+        artifact_hash=content_hash(str(run.artifact(stage))),
+    )
+    manifest.put(stage, done)
+    _say(console, f"{stage}: finished in {clock(done.finished - done.started)}")
+
+
+def _write_config(config: RunConfig, run: RunDirectory) -> None:
+    temporary = run.config.with_suffix(".tmp")
+    temporary.write_text(dump_config(config), encoding="utf-8")
+    os.replace(temporary, run.config)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,160 @@
+"""Everything that can be found wrong before a worker starts: one line each, with the fix."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.errors import ConfigError
+from rlhf_app.models.hub_names import is_local_path
+from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_config
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_inputs import stage_inputs
+
+_SCORER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
+
+
+def check_sizes(config: RunConfig, num_processes: int) -> None:
+    """Batch sizes must divide exactly; the gold scorer's name must have its shape.
+
+    Args:
+        config: the run's settings.
+        num_processes: workers of a stage.
+
+    Raises:
+        ConfigError: names the settings and a value that fits.
+    """
+    for stage in ("sft", "reward"):
+        if stage in config.stages:
+            settings = config.sft if stage == "sft" else config.reward
+            _check_divides(
+                f"{stage}.batch_size",
+                settings.batch_size,
+                {
+                    f"{stage}.micro_batch_size": settings.micro_batch_size,
+                    "processes": num_processes,
+                },
+            )
+    if "ppo" in config.stages:
+        _check_divides(
+            "ppo.rollout_batch_size",
+            config.ppo.rollout_batch_size,
+            {
+                "ppo.mini_batches": config.ppo.mini_batches,
+                "ppo.micro_batch_size": config.ppo.micro_batch_size,
+                "processes": num_processes,
+            },
+        )
+    scorer = config.gold.scorer
+    if scorer is not None and _SCORER.fullmatch(scorer) is None:
+        raise ConfigError(
+            f"--gold {scorer}: expected module:function, for example my_scores:politeness"
+        )
+
+
+def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:
+    unit = 1
+    for factor in factors.values():
+        unit *= factor
+    if size % unit:
+        names = " x ".join(f"{name} {value}" for name, value in factors.items())
+        nearest = max(unit, round(size / unit) * unit)
+        raise ConfigError(
+            f"{key} = {size}: does not divide by {unit} ({names}); set {key} to {nearest}"
+        )
+
+
+def check_inputs(config: RunConfig, run: RunDirectory) -> None:
+    """Models and data that are local must be there, and lengths must fit the models.
+
+    Args:
+        config: the run's settings, with the actor set.
+        run: its directory; artifacts of earlier stages are looked up in it.
+
+    Raises:
+        ConfigError: names the flag or setting and the fix.
+    """
+    for stage in config.stages:
+        stage_inputs(config, run, stage)  # raises where a model is neither named nor made
+    if config.model.actor is not None:
+        _check_model("--actor-model", config.model.actor)
+    if config.model.reward is not None:
+        _check_model("--reward-model", config.model.reward)
+    for stage in config.stages:
+        own: tuple[SourceConfig, ...] = getattr(config.data, stage)
+        if not own and not config.data.sources:
+            raise ConfigError(f"{stage} has no data: name some with --data or --{stage}-data")
+        _check_share(config, stage)
+    for flag, sources in (
+        ("--data", config.data.sources),
+        ("--sft-data", config.data.sft),
+        ("--reward-data", config.data.reward),
+        ("--ppo-data", config.data.ppo),
+        ("--eval-data", config.data.eval),
+    ):
+        for source in sources:
+            _check_source(flag, source)
+    _check_lengths(config, run)
+
+
+def _check_model(flag: str, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ConfigError(f"{flag} {name}: is a file; name the directory that holds config.json")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"{flag} {name}: has no config.json; name a Hugging Face model directory"
+            )
+        if read_model_config(name) is None:
+            raise ConfigError(f"{flag} {name}: config.json is not valid JSON")
+        return
+    if name.lower() in KNOWN_MODELS:
+        return
+    if is_local_path(name) or (path.parent != Path() and path.parent.is_dir()):
+        raise ConfigError(f"{flag} {name}: no such directory")
+
+
+def _check_source(flag: str, source: SourceConfig) -> None:
+    name = source.path
+    path = Path(name).expanduser()
+    if path.exists() or ":" in name:
+        return
+    looks_local = is_local_path(name) or name.lower().endswith(_DATA_SUFFIXES)
+    if looks_local or (path.parent != Path() and path.parent.is_dir()):
+        raise ConfigError(f"{flag} {name}: no such file or directory")
+
+
+def _check_share(config: RunConfig, stage: StageName) -> None:
+    """A stage that lives on the split must have a share in it."""
+    if getattr(config.data, stage) or config.data.split == "shared":
+        return
+    share = config.data.split[("sft", "reward", "ppo").index(stage)]
+    if share == 0:
+        raise ConfigError(
+            f"data.split gives {stage} no rows: leave it out with --stages, give it a share "
+            f"with --data-split, or name its own rows with --{stage}-data"
+        )
+
+
+def _check_lengths(config: RunConfig, run: RunDirectory) -> None:
+    for stage in config.stages:
+        for name in sorted(set(stage_inputs(config, run, stage).values())):
+            # An artifact that is yet to be made has the positions of its base, checked too.
+            positions = model_positions(name)
+            if positions is None:
+                continue
+            if stage == "ppo":
+                prompt, answer = config.ppo.max_prompt_length, config.ppo.max_response_length
+                if prompt + answer > positions:
+                    raise ConfigError(
+                        f"ppo.max_prompt_length {prompt} + ppo.max_response_length {answer} = "
+                        f"{prompt + answer}: {name} takes {positions} tokens; lower one of them"
+                    )
+            elif config.data.max_length is not None and config.data.max_length > positions:
+                raise ConfigError(
+                    f"data.max_length = {config.data.max_length}: {name} takes {positions} "
+                    f"tokens; set data.max_length to at most {positions}"
+                )

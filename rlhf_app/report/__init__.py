@@ -1,0 +1,1 @@
+"""What a run prints and leaves behind: plan, summary.json and the final table."""

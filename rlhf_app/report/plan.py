@@ -1,0 +1,222 @@
+"""The plan that `--dry-run` prints: settings, stages and commands. Needs no network, no torch."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_app.config.keys import flatten
+from rlhf_app.config.load import Resolved, with_values
+from rlhf_app.config.schema import RunConfig, StageName, TrainableSettings
+from rlhf_app.config.yaml_files import dump_config
+from rlhf_app.deployment.launch import worker_argv
+from rlhf_app.deployment.topology import Topology, count_gpus, plan_topology
+from rlhf_app.manifest import Manifest
+from rlhf_app.models.shapes import ModelShape, model_shape
+from rlhf_app.output_directory import check_output_directory
+from rlhf_app.preflight import check_inputs, check_sizes
+from rlhf_app.reuse import decide
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_inputs import stage_inputs
+
+BUILT_IN = "(built-in)"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """One model that a stage trains or reads.
+
+    Attributes:
+        stage: the stage.
+        role: actor, critic, base, ...
+        name: directory or Hub id.
+        shape: dimensions in short, or a question mark.
+        parameters: exact count, or a question mark.
+        zero: ZeRO stage, or frozen.
+    """
+
+    stage: str
+    role: str
+    name: str
+    shape: str
+    parameters: str
+    zero: str
+
+
+def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
+    """Print what `rlhf train` would do, and change nothing.
+
+    Args:
+        resolved: the settings and where they came from.
+        console: where to.
+        force: as for the run.
+
+    Raises:
+        ConfigError: the run would be refused; a GPU need not be present for the plan.
+    """
+    config = resolved.config
+    topology = plan_topology(config.deployment, _gpus(config))
+    check_sizes(config, topology.num_processes)
+    run = RunDirectory(config.output_dir)
+    check_output_directory(run)
+    if resolved.embedded:
+        config = with_values(config, {"model.actor": BUILT_IN})
+    else:
+        check_inputs(config, run)
+    models = _models_table(config, run, topology)
+    commands = command_lines(resolved, run, topology, force=force)
+    _print(console, "# Settings that are not the default")
+    for line in changed_settings(resolved):
+        _print(console, f"  {line}")
+    _print(console, "\n# All settings")
+    _print(console, dump_config(resolved.config))
+    _print(console, "# Models")
+    console.print(models)
+    _print(console, "# Batches")
+    for line in batch_lines(config, topology):
+        _print(console, f"  {line}")
+    _print(console, "\n# Commands")
+    for line in commands:
+        _print(console, line)
+
+
+def changed_settings(resolved: Resolved) -> list[str]:
+    """`key = value  (where from)` for each setting that a preset, file or flag set."""
+    values = flatten(resolved.config.model_dump(mode="json"))
+    return [
+        f"{key} = {values[key]}  ({resolved.origins[key]})"
+        for key in values
+        if key in resolved.origins
+    ]
+
+
+def model_lines(config: RunConfig, run: RunDirectory) -> list[ModelLine]:
+    """Every model of every chosen stage, in order."""
+    lines = []
+    for stage in config.stages:
+        inputs = stage_inputs(config, run, stage)
+        if stage == "sft":
+            lines.append(_line(config, run, stage, "model", inputs["model"], config.sft))
+        elif stage == "reward":
+            lines.append(_line(config, run, stage, "model", inputs["model"], config.reward))
+        else:
+            lines += [
+                _line(config, run, stage, "actor", inputs["actor"], config.ppo.actor),
+                _line(config, run, stage, "critic", inputs["reward"], config.ppo.critic),
+                _line(config, run, stage, "reference", inputs["actor"], None),
+                _line(config, run, stage, "reward", inputs["reward"], None),
+            ]
+    return lines
+
+
+def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
+    """How each global batch divides: micro-batch x accumulation x processes."""
+    count = topology.num_processes
+    lines = []
+    for stage, settings, unit in (
+        ("sft", config.sft, "sequences"),
+        ("reward", config.reward, "pairs"),
+    ):
+        if stage in config.stages:
+            accumulation = settings.batch_size // (settings.micro_batch_size * count)
+            lines.append(
+                f"{stage}: {settings.batch_size} {unit} a step = micro-batch "
+                f"{settings.micro_batch_size} x accumulation {accumulation} x processes {count}"
+            )
+    if "ppo" in config.stages:
+        ppo = config.ppo
+        accumulation = ppo.rollout_batch_size // (ppo.mini_batches * ppo.micro_batch_size * count)
+        lines.append(
+            f"ppo: {ppo.rollout_batch_size} answers an update = mini-batches {ppo.mini_batches} x "
+            f"micro-batch {ppo.micro_batch_size} x accumulation {accumulation} x processes "
+            f"{count}; {ppo.ppo_epochs * ppo.mini_batches} optimizer step(s) an update"
+        )
+    return lines
+
+
+def command_lines(
+    resolved: Resolved, run: RunDirectory, topology: Topology, *, force: bool
+) -> list[str]:
+    """The worker command of each stage, or why none is needed."""
+    config = resolved.config
+    reused: set[StageName] = set()
+    # The embedded model and data need not exist yet, so their content cannot be compared.
+    if run.manifest.is_file() and not resolved.embedded:
+        manifest = Manifest.load(run.manifest)
+        decisions = decide(config, run, manifest, force=force)
+        reused = {decision.stage for decision in decisions if decision.action == "reuse"}
+    return [
+        f"  {stage}: reused, unchanged"
+        if stage in reused
+        else f"  {stage}: {shlex.join(worker_argv(topology, run.path, stage))}"
+        for stage in config.stages
+    ]
+
+
+def _gpus(config: RunConfig) -> int:
+    return 0 if config.deployment.type in ("cpu", "single_gpu") else count_gpus()
+
+
+def _line(
+    config: RunConfig,
+    run: RunDirectory,
+    stage: StageName,
+    role: str,
+    name: str,
+    settings: TrainableSettings | None,
+) -> ModelLine:
+    shape = _planned_shape(config, run, name)
+    scalar = stage == "reward" or role in ("critic", "reward")
+    return ModelLine(
+        stage=stage,
+        role=role,
+        name=name,
+        shape=_describe(shape),
+        parameters=f"{_count(shape, scalar=scalar):,}" if shape else "?",
+        zero="frozen" if settings is None else f"ZeRO {settings.zero_stage}",
+    )
+
+
+def _planned_shape(config: RunConfig, run: RunDirectory, name: str) -> ModelShape | None:
+    """Shape of a model that may be yet to be made: then it has its base's."""
+    shape = model_shape(name)
+    if shape is None and name == str(run.artifact("sft")):
+        return _planned_shape(config, run, stage_inputs(config, run, "sft")["model"])
+    if shape is None and name == str(run.artifact("reward")):
+        return _planned_shape(config, run, stage_inputs(config, run, "reward")["model"])
+    return shape
+
+
+def _count(shape: ModelShape, *, scalar: bool) -> int:
+    """Parameters of the causal LM, or of the backbone with a scalar head (weights and bias)."""
+    return shape.backbone_parameters + shape.embed + 1 if scalar else shape.parameters
+
+
+def _describe(shape: ModelShape | None) -> str:
+    if shape is None:
+        return "?"
+    heads = f"{shape.heads}" + (f"/{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
+    return f"{shape.layers} layers, width {shape.hidden}, {heads} heads, vocab {shape.vocab}"
+
+
+def _models_table(config: RunConfig, run: RunDirectory, topology: Topology) -> Table:
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bf16" if topology.device == "cuda" else "fp32"
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("stage", "role", "model", "shape", "parameters", "trained"):
+        table.add_column(name, justify="right" if name == "parameters" else "left", overflow="fold")
+    for line in model_lines(config, run):
+        table.add_row(line.stage, line.role, line.name, line.shape, line.parameters, line.zero)
+    count = topology.num_processes
+    table.caption = f"{dtype}, {count} process{'es' * (count > 1)} on {topology.device}"
+    table.caption_justify = "left"
+    return table
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""`summary.json`: the final numbers of a run in one file.
+
+Keys, each present when its stage is finished in the run directory:
+
+    stages.<name>.wall_seconds      seconds in the stage's own process, start-up included
+    stages.<name>.startup_seconds   the part before its first step
+    stages.<name>.artifact          directory of what it made
+    sft.eval_perplexity.before      held-out perplexity of the base model
+    sft.eval_perplexity.after       and of the SFT model
+    reward.eval_accuracy            share of held-out pairs scored in the right order
+    reward.eval_margin              mean score gap, chosen minus rejected
+    ppo.gold.{base,sft,ppo}         mean independent score, or ppo.gold null without --gold
+    ppo.reward.{base,sft,ppo}       mean normalised reward-model score
+    ppo.kl_per_answer.{base,sft,ppo}  KL from the SFT policy in nats, summed over an answer
+    ppo.distinct_3.{base,sft,ppo}   share of distinct 3-grams in the answers
+    ppo.answer_length.{base,sft,ppo}  mean tokens of an answer
+    total_wall_seconds              sum over the stages present
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rlhf_app.config.schema import STAGES
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.files import atomic_write_json
+
+_KEPT = {
+    "sft": ("steps", "eval_perplexity"),
+    "reward": ("steps", "eval_accuracy", "eval_margin"),
+    "ppo": (
+        "updates",
+        "gold",
+        "reward",
+        "kl_per_answer",
+        "distinct_3",
+        "answer_length",
+        "eos_rate",
+    ),
+}
+
+
+def write_summary(run: RunDirectory) -> dict[str, Any]:
+    """Collect every finished stage's `result.json` into `summary.json`.
+
+    Args:
+        run: the run directory.
+
+    Returns:
+        What was written.
+    """
+    summary: dict[str, Any] = {"stages": {}}
+    for stage in STAGES:
+        if not run.result(stage).is_file():
+            continue
+        result = json.loads(run.result(stage).read_text(encoding="utf-8"))
+        summary["stages"][stage] = {
+            "wall_seconds": result["wall_seconds"],
+            "startup_seconds": result["startup_seconds"],
+            "artifact": str(run.artifact(stage)),
+        }
+        summary[stage] = {key: result[key] for key in _KEPT[stage] if key in result}
+    summary["total_wall_seconds"] = sum(s["wall_seconds"] for s in summary["stages"].values())
+    atomic_write_json(run.summary, summary)
+    return summary

@@ -1,0 +1,115 @@
+"""Decides for each stage of a run: do it, or reuse what is finished. Never guesses.
+
+A finished stage is reused only if its settings and the content of its inputs are the same.
+Otherwise the run stops and says what changed; `--force` does it and the later ones again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_app.config.schema import RunConfig, StageName
+from rlhf_app.errors import ConfigError
+from rlhf_app.fingerprint import content_hash
+from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
+from rlhf_app.run_directory import RunDirectory
+
+Action = Literal["run", "reuse"]
+_MOST_SHOWN = 3
+_LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one stage.
+
+    Attributes:
+        stage: its name.
+        action: run, or reuse the finished artifact.
+    """
+
+    stage: StageName
+    action: Action
+
+
+def decide(
+    config: RunConfig, run: RunDirectory, manifest: Manifest, *, force: bool
+) -> list[Decision]:
+    """Decide about all stages of a run before the first one starts.
+
+    Args:
+        config: the run's settings.
+        run: its directory.
+        manifest: what is finished there.
+        force: redo stages that changed and all after them; where nothing changed, redo all.
+
+    Raises:
+        ConfigError: a finished stage would come out differently now, and `force` is off.
+    """
+    decisions: list[Decision] = []
+    redo = False
+    for stage in config.stages:
+        record = manifest.stages.get(stage)
+        if redo or record is None or not _is_finished(run, stage, record):
+            decisions.append(Decision(stage, "run"))
+            continue
+        made_anew = any(decision.action == "run" for decision in decisions)
+        changes = (
+            ["an earlier stage is not finished"]
+            if made_anew
+            else differences(config, run, stage, record)
+        )
+        if changes and not force:
+            shown = ", ".join(changes[:_MOST_SHOWN])
+            more = len(changes) - _MOST_SHOWN
+            raise ConfigError(
+                f"{run.stage(stage)} is finished, but would change: {shown}"
+                + (f" and {more} more" if more > 0 else "")
+                + "; use --force to redo it and the stages after it, or another --output-dir"
+            )
+        redo = bool(changes)
+        decisions.append(Decision(stage, "run" if redo else "reuse"))
+    if force and all(decision.action == "reuse" for decision in decisions):
+        return [Decision(stage, "run") for stage in config.stages]
+    return decisions
+
+
+def differences(
+    config: RunConfig, run: RunDirectory, stage: StageName, record: StageRecord
+) -> list[str]:
+    """What differs between a finished stage and the present settings and inputs."""
+    changes = []
+    settings = stage_settings(config, stage)
+    for key in sorted(settings.keys() | record.settings.keys()):
+        old, new = record.settings.get(key), settings.get(key)
+        if old != new:
+            changes.append(f"{key} {_short(old)} -> {_short(new)}")
+    inputs = stage_fingerprints(config, run, stage)
+    for name in sorted(inputs.keys() | record.inputs.keys()):
+        old_hash, new_hash = record.inputs.get(name), inputs.get(name)
+        if old_hash != new_hash:
+            changes.append(f"{name} {_short_hash(old_hash)} -> {_short_hash(new_hash)}")
+    made = content_hash(str(run.artifact(stage)))
+    if made != record.artifact_hash:
+        changes.append(
+            f"{run.artifact(stage)} {_short_hash(record.artifact_hash)} -> {_short_hash(made)}"
+        )
+    return changes
+
+
+def _is_finished(run: RunDirectory, stage: StageName, record: StageRecord) -> bool:
+    return (
+        record.status == "finished" and run.result(stage).is_file() and run.artifact(stage).is_dir()
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
+
+
+def _short_hash(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value if value.startswith("hub:") else value[:12]
