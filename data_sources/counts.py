@@ -35,9 +35,9 @@ class SourceCounts:
         """Rows that gave at least one record."""
         return self.read - self.unusable.total()
 
-    def reject(self, reason: str, sample: str) -> None:
-        """Counts an unusable row, and keeps the first few to show."""
-        self.unusable[reason] += 1
+    def reject(self, reason: str, sample: str, rows: int = 1) -> None:
+        """Counts unusable rows, and keeps the first few to show."""
+        self.unusable[reason] += rows
         kept = self.samples.setdefault(reason, [])
         if len(kept) < SAMPLES_PER_REASON:
             kept.append(sample)

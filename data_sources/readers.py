@@ -141,7 +141,9 @@ def _delimited(path: Path, stream: IO[bytes], delimiter: str) -> Rows:
             yield BadRow(where, "not valid CSV", str(error))
             continue
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8: {error}; convert it, e.g. with iconv") from error
+            raise ConfigError(
+                f"{path} is not UTF-8: {error}; convert it, e.g. with iconv"
+            ) from error
         if None in values or None in values.values():
             found = sum(v is not None for v in values.values())
             yield BadRow(where, "wrong number of columns", f"{found} or more fields")

@@ -1,8 +1,8 @@
 r"""Turns written inside one string: Anthropic's and DeepSpeed-Chat's prompts.
 
-    \n\nHuman: hello\n\nAssistant: hi\n\nHuman: bye\n\nAssistant:     (HH-RLHF, rm-static)
-     Human: hello Assistant:                                         (DeepSpeed-Chat)
-    User: hello\nAssistant:                                          (its extensions)
+\n\nHuman: hello\n\nAssistant: hi\n\nHuman: bye\n\nAssistant:     (HH-RLHF, rm-static)
+ Human: hello Assistant:                                         (DeepSpeed-Chat)
+User: hello\nAssistant:                                          (its extensions)
 """
 
 from __future__ import annotations

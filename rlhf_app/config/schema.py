@@ -71,6 +71,11 @@ class SourceConfig(Section):
     split: str | None = Field(
         None, description="Split of a Hub dataset; unset: train (validation/test for evaluation)."
     )
+    columns: dict[str, str] = Field(
+        {},
+        description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
+        "rejected, messages, system, input, margin.",
+    )
 
 
 def parse_source(text: str) -> dict[str, object]:

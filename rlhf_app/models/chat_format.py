@@ -97,7 +97,9 @@ class ChatFormat:
             dict.fromkeys(int(i) for i in stops if i is not None)
         )
         if not self.stop_ids:
-            raise ConfigError("the tokenizer has no EOS token; set one in its tokenizer_config.json")
+            raise ConfigError(
+                "the tokenizer has no EOS token; set one in its tokenizer_config.json"
+            )
         end = turn_end if turn_end is not None else eos
         self.end_id: int = int(end) if end is not None else self.stop_ids[0]
 
@@ -217,9 +219,7 @@ class ChatFormat:
         lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
         encoding = self.tokenizer(after, add_special_tokens=False, return_offsets_mapping=True)
         special = set(self.tokenizer.added_tokens_decoder) | set(self.tokenizer.all_special_ids)
-        for token, (_, end) in zip(
-            encoding["input_ids"], encoding["offset_mapping"], strict=True
-        ):
+        for token, (_, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
             if token in special:
                 return lead, after[:end], int(token)
         return lead, "", None

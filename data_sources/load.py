@@ -1,0 +1,103 @@
+"""One source to records: read, recognise, normalise, and count what could not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from data_sources.counts import SourceCounts
+from data_sources.fields import RowError
+from data_sources.identity import content_uid
+from data_sources.ranked import assemble_trees
+from data_sources.readers import BadRow, RawRow
+from data_sources.records import Record
+from data_sources.shapes import recognise
+from data_sources.sources import read_source
+from rlhf_app.config.schema import SourceConfig
+from rlhf_app.errors import ConfigError
+
+
+def load_source(
+    source: SourceConfig, *, verbatim: bool, max_bad_fraction: float, evaluation: bool = False
+) -> tuple[list[Record], SourceCounts]:
+    """Returns (records in file order, counts).
+
+    Args:
+        source: path, split and column names.
+        verbatim: keep texts exactly as they are (the plain chat format).
+        max_bad_fraction: largest share of unusable rows.
+        evaluation: take the source's test split by default.
+
+    Raises:
+        ConfigError: nothing readable, no known shape, no rows, or too many unusable ones.
+    """
+    counts = SourceCounts(source.path)
+    rows = list(read_source(source.path, source.split, evaluation=evaluation))
+    renames = {theirs: ours for ours, theirs in source.columns.items()}
+    if renames:
+        rows = [_renamed(row, renames) for row in rows]
+        _check_renames(source, rows)
+    counts.read = len(rows)
+    good = [row.values for row in rows if isinstance(row, RawRow)]
+    if not rows:
+        raise ConfigError(f"data source {source.path} holds no rows")
+    if not good:
+        bad = next(row for row in rows if isinstance(row, BadRow))
+        raise ConfigError(
+            f"data source {source.path}: none of its {len(rows)} rows can be read "
+            f"({bad.where}: {bad.reason}: {bad.detail})"
+        )
+    shape = recognise(source.path, good)
+    counts.shape = shape.name
+    name = Path(source.path).name
+    records: list[Record] = []
+    joined: Iterator[tuple[RawRow | BadRow, int]] = (
+        assemble_trees(rows) if shape.is_flat_tree else ((row, 1) for row in rows)
+    )
+    for row, size in joined:
+        if isinstance(row, BadRow):
+            counts.reject(row.reason, f"{row.where}: {row.detail}", size)
+            continue
+        try:
+            result = shape.normalise(row.values, shape.columns, verbatim)
+        except RowError as error:
+            counts.reject(error.reason, f"{row.where}: {error}", size)
+            continue
+        counts.notes.update(result.notes)
+        for record in result.records:
+            records.append(replace(record, source=name, uid=content_uid(record)))
+    counts.records = len(records)
+    _check_share(counts, max_bad_fraction)
+    return records, counts
+
+
+def _renamed(row: RawRow | BadRow, renames: dict[str, str]) -> RawRow | BadRow:
+    if isinstance(row, BadRow):
+        return row
+    ours = set(renames.values())
+    # A mapped name wins over a column that happens to have it already.
+    kept = {k: v for k, v in row.values.items() if k in renames or k not in ours}
+    return RawRow(row.where, {renames.get(k, k): v for k, v in kept.items()})
+
+
+def _check_renames(source: SourceConfig, rows: list[RawRow | BadRow]) -> None:
+    found = {name for row in rows if isinstance(row, RawRow) for name in row.values}
+    for ours, theirs in source.columns.items():
+        if found and ours not in found:
+            raise ConfigError(
+                f"data source {source.path}: data.sources[].columns names {theirs!r} for {ours}, "
+                f"but the columns are {', '.join(sorted(found))}"
+            )
+
+
+def _check_share(counts: SourceCounts, limit: float) -> None:
+    bad = counts.unusable.total()
+    if bad < counts.read and bad <= limit * counts.read:
+        return
+    reason, number = counts.unusable.most_common(1)[0]
+    raise ConfigError(
+        f"data source {counts.path} (read as {counts.shape}): {bad} of {counts.read} rows are "
+        f"unusable, mostly {reason} ({number}; {counts.samples[reason][0]}); fix the rows, or "
+        "raise data.max_bad_fraction"
+    )

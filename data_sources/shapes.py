@@ -1,0 +1,218 @@
+"""Recognising what a source holds from its columns and its first rows, without configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_sources import normalise, ranked
+from data_sources.fields import Row, is_turn
+from data_sources.normalise import Columns, Normalised
+from data_sources.transcripts import ASSISTANT_MARK
+from rlhf_app.errors import ConfigError
+
+Normaliser = Callable[[Row, Columns, bool], Normalised]
+_LOOKED_AT = 100
+
+# Part -> column names (compared without case) that play it.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "instruction", "query", "history"),
+    "response": ("response", "completion", "answer", "output"),
+    "chosen": ("chosen", "chosen_response", "selected", "preferred", "accepted"),
+    "rejected": ("rejected", "rejected_response", "dispreferred"),
+    "messages": ("messages", "conversations", "conversation"),
+    "responses": ("responses", "answers", "completions"),
+    "scores": ("scores",),
+    "ranks": ("ranks", "rank"),
+    "system": ("system", "system_prompt"),
+    "input": ("input",),
+    "history": ("history",),
+    "label": ("label",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A recognised source.
+
+    Attributes:
+        name: shown to the user.
+        normalise: raw row to records.
+        columns: part -> the source's column that plays it.
+        is_flat_tree: rows are single messages, to be joined by `ranked.assemble_trees` first.
+    """
+
+    name: str
+    normalise: Normaliser
+    columns: Columns
+    is_flat_tree: bool = False
+
+
+KNOWN = (
+    "prompt + chosen + rejected",
+    "chosen + rejected (HH transcripts or message lists)",
+    "conversations + chosen + rejected",
+    "messages or conversations",
+    "instruction (+ input) + output",
+    "prompt + response",
+    "prompt + responses + scores",
+    "question + two answers with scores",
+    "reply trees",
+    "prompt alone",
+)
+
+
+def recognise(name: str, rows: Sequence[Row]) -> Shape:
+    """Returns the shape of a source.
+
+    Args:
+        name: the source's name, for messages.
+        rows: its raw rows; the first hundred are looked at.
+
+    Raises:
+        ConfigError: no shape fits, or several columns could play the same part.
+    """
+    seen = _Seen(name, rows[:_LOOKED_AT])
+    special = _special(seen)
+    if special is not None:
+        return special
+    if seen.has("chosen") and seen.has("rejected"):
+        return _pairs(seen)
+    if seen.has("prompt") and seen.has("responses") and not seen.has("response"):
+        parts = ("prompt", "responses")
+        return Shape(
+            "prompt + ranked responses",
+            ranked.ranking,
+            seen.columns(*parts, optional=("scores", "ranks", "system", "input")),
+        )
+    if seen.has("messages") and seen.values("messages", lambda v: isinstance(v, list)):
+        return Shape(
+            "conversations" if seen.is_sharegpt() else "messages",
+            normalise.conversation,
+            seen.columns("messages", optional=("system", "label")),
+        )
+    if seen.has("prompt") and seen.has("response"):
+        columns = seen.columns(
+            "prompt", "response", optional=("system", "input", "history", "label")
+        )
+        alpaca = columns["prompt"].lower() == "instruction"
+        return Shape(
+            "instruction + output" if alpaca else "prompt + response",
+            normalise.prompt_response,
+            columns,
+        )
+    if seen.has("prompt") and not (seen.has("chosen") or seen.has("rejected")):
+        return Shape(
+            "prompt alone",
+            normalise.prompt_only,
+            seen.columns("prompt", optional=("system", "input", "history")),
+        )
+    raise seen.unknown()
+
+
+def _special(seen: _Seen) -> Shape | None:
+    """Shapes that are known by the exact names of their columns."""
+    names = seen.names
+    if any(row.get("rendered") is True for row in seen.rows) and "prompt" in names:
+        return Shape("sampled answers", normalise.sampled, {})
+    if any(isinstance(row.get("prompt"), dict) and "replies" in row["prompt"] for row in seen.rows):
+        return Shape("reply trees", ranked.reply_tree, {})
+    if {"message_id", "parent_id", "text", "role"} <= set(names):
+        return Shape("reply tree messages", ranked.reply_tree, {}, is_flat_tree=True)
+    pairs = (
+        {"human_ref_A", "human_ref_B", "labels"},
+        {"answer_0", "answer_1", "score_0", "score_1"},
+        {"response_0", "response_1", "better_response_id"},
+        {"response_j", "response_k"},
+    )
+    if any(pair <= set(names) for pair in pairs) and seen.has("prompt"):
+        return Shape("two scored answers", ranked.scored_pair, seen.columns("prompt"))
+    return None
+
+
+def _pairs(seen: _Seen) -> Shape:
+    optional = ("system", "input")
+    if seen.has("prompt"):
+        columns = seen.columns("prompt", "chosen", "rejected", optional=optional)
+        # Only this name: a column "answer" may hold a short reference solution.
+        if "response" in seen.names:
+            columns = {**columns, "response": "response"}
+        return Shape("prompt + chosen + rejected", normalise.preference, columns)
+    columns = seen.columns("chosen", "rejected")
+    if seen.has("messages"):
+        return Shape(
+            "conversations + chosen + rejected",
+            normalise.preference,
+            seen.columns("messages", "chosen", "rejected", optional=("system",)),
+        )
+    if seen.values("chosen", lambda v: isinstance(v, str) and ASSISTANT_MARK in v):
+        return Shape("chosen + rejected transcripts", normalise.transcripts, columns)
+    if seen.values("chosen", lambda v: isinstance(v, list) and len(v) > 1 and is_turn(v[0])):
+        return Shape("chosen + rejected conversations", normalise.transcripts, columns)
+    raise seen.unknown("chosen and rejected are neither transcripts nor message lists")
+
+
+class _Seen:
+    """Columns that have a value in the first rows, and which part each could play."""
+
+    def __init__(self, source: str, rows: Sequence[Row]) -> None:
+        self.source = source
+        self.rows = rows
+        self.names: dict[str, None] = {
+            name: None for row in rows for name, value in row.items() if value is not None
+        }
+        lower: dict[str, list[str]] = {}
+        for name in self.names:
+            lower.setdefault(name.lower(), []).append(name)
+        self.parts = {
+            part: [name for alias in aliases for name in lower.get(alias, [])]
+            for part, aliases in _ALIASES.items()
+        }
+        # Alpaca's history accompanies an instruction; alone (SHP) it is the prompt.
+        if len(self.parts["prompt"]) > 1:
+            self.parts["prompt"] = [n for n in self.parts["prompt"] if n.lower() != "history"]
+
+    def has(self, part: str) -> bool:
+        return bool(self.parts[part])
+
+    def columns(self, *parts: str, optional: Sequence[str] = ()) -> dict[str, str]:
+        """Returns part -> column; optional parts where there is one.
+
+        Raises:
+            ConfigError: several columns could play a part.
+        """
+        chosen = {part: self._one(part) for part in parts}
+        chosen |= {part: self._one(part) for part in optional if self.has(part)}
+        if chosen.get("history") == chosen.get("prompt"):
+            chosen.pop("history", None)
+        return chosen
+
+    def _one(self, part: str) -> str:
+        names = self.parts[part]
+        if len(names) > 1:
+            raise ConfigError(
+                f"{self.source}: columns {' and '.join(names)} could each be the {part} "
+                f"(columns found: {', '.join(self.names)}); keep one, or say which with "
+                f"data.sources[].columns: {{{part}: {names[0]}}}"
+            )
+        return names[0]
+
+    def values(self, part: str, test: Callable[[Any], bool]) -> bool:
+        """Whether most rows that have the part pass the test."""
+        (name, *_) = self.parts[part]
+        found = [test(row[name]) for row in self.rows if row.get(name) is not None]
+        return sum(found) * 2 > len(found)
+
+    def is_sharegpt(self) -> bool:
+        (name, *_) = self.parts["messages"]
+        return self.values("messages", lambda v: bool(v) and "from" in v[0]) and bool(name)
+
+    def unknown(self, why: str = "") -> ConfigError:
+        found = ", ".join(self.names) or "none"
+        because = f" ({why})" if why else ""
+        return ConfigError(
+            f"{self.source}: columns {found} fit no known shape{because}; known: "
+            f"{'; '.join(KNOWN)}. Rename columns in the file, or map them with "
+            "data.sources[].columns, e.g. {prompt: my_question, chosen: good, rejected: bad}"
+        )

@@ -1,0 +1,198 @@
+"""The records that one stage trains and evaluates on.
+
+Rows of `data.sources` are split over the run's stages by a hash of their prompt; a stage with
+data of its own (`data.sft`, `data.reward`, `data.ppo`) takes all of that instead. A share of the
+prompts is held out, by a second hash, unless `data.eval` gives the evaluation data: then no
+prompt in it is trained on. Every rank computes the same result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_sources.blend import Weighted, copies, in_order
+from data_sources.counts import DataCounts, StageCounts
+from data_sources.identity import prompt_key
+from data_sources.load import load_source
+from data_sources.records import Record
+from data_sources.split import held_out, stage_of, stage_shares
+from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.errors import ConfigError
+
+UNSUITABLE: dict[StageName, str] = {
+    "sft": "no answer to imitate (SFT)",
+    "reward": "no pair of answers (reward)",
+    "ppo": "no prompt (ppo)",
+}
+IN_EVALUATION = "prompt is in the evaluation data"
+WEIGHTED_OUT = "left out by the source's weight"
+REPEATED = "repeated in the evaluation data"
+OVER_LIMIT = "beyond data.eval_limit"
+
+
+@dataclass(frozen=True, slots=True)
+class StageData:
+    """What a stage works on.
+
+    Attributes:
+        train: records in blend order, repeated as weights ask.
+        evaluation: records of prompts that are not in `train`, each once.
+        counts: what became of every row.
+    """
+
+    train: list[Record]
+    evaluation: list[Record]
+    counts: DataCounts
+
+
+def load_stage_data(config: RunConfig, stage: StageName) -> StageData:
+    """Reads, splits and blends the data of one stage.
+
+    Args:
+        config: the whole run; `stage` is one of its stages.
+        stage: whose data.
+
+    Raises:
+        ConfigError: a source cannot be used, or nothing is left to train or to evaluate on.
+    """
+    data, counts = config.data, DataCounts()
+    own = own_sources(config, stage)
+    sources = own or data.sources
+    if not sources:
+        raise ConfigError(f"no data for {stage}; give --data, or --{stage}-data")
+    items = _read(config, sources, counts, evaluation=False)
+    given_eval = _read(config, data.eval, counts, evaluation=True)
+
+    mine = items if own else _split(config, stage, items, counts)
+    part = counts.stages.setdefault(stage, StageCounts())
+    part.candidates = len(mine) + len(given_eval)
+    suitable = _suitable(mine, stage, part.dropped)
+    if data.eval:
+        evaluation = _suitable(given_eval, stage, part.dropped)
+        reserved = {item.key for item in evaluation}
+        training = [item for item in suitable if item.key not in reserved]
+        part.dropped[IN_EVALUATION] += len(suitable) - len(training)
+    else:
+        reserved = {item.key for item in suitable if held_out(item.key, data.eval_fraction)}
+        training = [item for item in suitable if item.key not in reserved]
+        evaluation = [item for item in suitable if item.key in reserved]
+
+    result = StageData(
+        _blended(training, config.seed, part),
+        _evaluated(evaluation, stage, config, part),
+        counts,
+    )
+    part.train, part.evaluation = len(result.train), len(result.evaluation)
+    part.dropped = +part.dropped
+    _refuse_empty(config, stage, part)
+    return result
+
+
+def own_sources(config: RunConfig, stage: StageName) -> tuple[SourceConfig, ...]:
+    """Returns the sources that replace the split for this stage, if any."""
+    own: dict[StageName, tuple[SourceConfig, ...]] = {
+        "sft": config.data.sft,
+        "reward": config.data.reward,
+        "ppo": config.data.ppo,
+    }
+    return own[stage]
+
+
+def _read(
+    config: RunConfig, sources: Sequence[SourceConfig], counts: DataCounts, *, evaluation: bool
+) -> list[Weighted]:
+    items: list[Weighted] = []
+    for source in sources:
+        records, source_counts = load_source(
+            source,
+            verbatim=config.data.chat_format == "plain",
+            max_bad_fraction=config.data.max_bad_fraction,
+            evaluation=evaluation,
+        )
+        counts.sources.append(source_counts)
+        items += [Weighted(r, prompt_key(r.messages), source.weight) for r in records]
+    return items
+
+
+def _split(
+    config: RunConfig, stage: StageName, items: list[Weighted], counts: DataCounts
+) -> list[Weighted]:
+    """Returns the stage's part, and counts everyone's."""
+    sharing = [s for s in config.stages if not own_sources(config, s)] or [stage]
+    if config.data.split == "shared":
+        for name in sharing:
+            counts.stages[name] = StageCounts(candidates=len(items))
+        return items
+    shares = stage_shares(config.data.split, sharing)
+    if stage not in shares:
+        numbers = ",".join(f"{share:g}" for share in config.data.split)
+        raise ConfigError(
+            f"stage {stage} has share 0 in --data-split {numbers}; give it a share or "
+            f"--{stage}-data, or leave it out with --stages"
+        )
+    parts: dict[StageName, list[Weighted]] = {name: [] for name in shares}
+    for item in items:
+        parts[stage_of(item.key, shares)].append(item)
+    for name, part in parts.items():
+        counts.stages[name] = StageCounts(candidates=len(part))
+    return parts[stage]
+
+
+def _suitable(items: list[Weighted], stage: StageName, dropped: Counter[str]) -> list[Weighted]:
+    kept = [item for item in items if _suits(item.record, stage)]
+    dropped[UNSUITABLE[stage]] += len(items) - len(kept)
+    return kept
+
+
+def _suits(record: Record, stage: StageName) -> bool:
+    if stage == "sft":
+        return record.sft_target is not None
+    if stage == "reward":
+        return record.is_pair
+    return True
+
+
+def _blended(items: list[Weighted], seed: int, part: StageCounts) -> list[Record]:
+    taken: list[tuple[Record, int]] = []
+    for item in items:
+        number = copies(item, seed)
+        part.dropped[WEIGHTED_OUT] += number == 0
+        part.repeated += max(number - 1, 0)
+        taken += [(item.record, copy) for copy in range(number)]
+    return in_order(taken, seed)
+
+
+def _evaluated(
+    items: list[Weighted], stage: StageName, config: RunConfig, part: StageCounts
+) -> list[Record]:
+    """Each record once (each prompt once for PPO), the same ones whatever else is loaded."""
+    unique: dict[str, Record] = {}
+    for item in items:
+        unique.setdefault(item.key if stage == "ppo" else item.record.uid, item.record)
+    part.dropped[REPEATED] += len(items) - len(unique)
+    # The order does not depend on the run's seed: other seeds are compared on the same rows.
+    ordered = in_order(((record, 0) for record in unique.values()), seed=0)
+    limit = config.data.eval_limit
+    part.dropped[OVER_LIMIT] += max(len(ordered) - limit, 0)
+    return ordered[:limit]
+
+
+def _refuse_empty(config: RunConfig, stage: StageName, part: StageCounts) -> None:
+    if part.train and part.evaluation:
+        return
+    lost = "; ".join(f"{n} {reason}" for reason, n in part.dropped.most_common())
+    numbers = (
+        f"{part.candidates} rows, {part.train} to train on, {part.evaluation} to evaluate on"
+        + (f"; {lost}" if lost else "")
+    )
+    if part.train:
+        held = f"data.eval_fraction {config.data.eval_fraction:g} (raise it, or give --eval-data)"
+        fix = "--eval-data" if config.data.eval else held
+    else:
+        split = config.data.split
+        shown = split if isinstance(split, str) else ",".join(f"{s:g}" for s in split)
+        fix = f"--data-split {shown} (or shared), --{stage}-data, --eval-data"
+    what = "evaluate on" if part.train else "train on"
+    raise ConfigError(f"stage {stage} has nothing to {what} ({numbers}); see {fix}")
