@@ -152,9 +152,33 @@ def model_max_length(config: Any) -> int:
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
     """The generation config's EOS ids, as a tuple whether it holds none, one or several."""
-    ids = model.generation_config.eos_token_id
+    return _as_ids(model.generation_config.eos_token_id, model.config)
+
+
+def generation_eos_ids(
+    path: str, config: Any, *, trust_remote_code: bool = False
+) -> tuple[int, ...]:
+    """EOS ids of a model that is loaded without its language-model head.
+
+    Args:
+        path: directory or Hub id, whose generation config is read if it has one.
+        config: the model's config, asked otherwise.
+        trust_remote_code: run code that the model brings.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        ).eos_token_id
+    except OSError:
+        ids = None
+    return _as_ids(ids, config)
+
+
+def _as_ids(ids: int | list[int] | None, config: Any) -> tuple[int, ...]:
     if ids is None:
-        ids = model.config.get_text_config().eos_token_id
+        ids = config.get_text_config().eos_token_id
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

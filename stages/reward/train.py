@@ -1,0 +1,218 @@
+"""Stage 2: a reward model from pairs of answers (Ouyang et al. 2022, arXiv:2203.02155).
+
+A language model's trunk with a scalar head learns to score the better answer higher:
+-log sigmoid(r_chosen - r_rejected - margin), with the score read at the answer's last token.
+Deviations from the paper: pairs come from any data and are batched as pairs, not as rankings
+of one prompt; the head starts from N(0, 1/sqrt(d+1)); scores are left as they come out and the
+mean and std of held-out scores are stored with the model, where PPO finds them. DeepSpeed-Chat's
+loss over every token is `reward.loss: token_wise`.
+
+    rlhf reward --reward-model facebook/opt-350m --data FILE
+    python -m rlhf_app.commands.worker RUN_DIR reward                       # one process
+    torchrun --nproc-per-node 2 -m rlhf_app.commands.worker RUN_DIR reward  # two
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from data_sources.examples import PairExample, pair_examples
+from data_sources.stage_data import load_stage_data
+from rlhf_app.config.schema import RunConfig
+from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.models.limits import check_vocabulary, length_limit
+from rlhf_app.models.load import generation_eos_ids, model_max_length, resolve_dtype
+from rlhf_app.models.scalar_head import (
+    RewardFacts,
+    ScoreStats,
+    new_scalar_model,
+    save_scalar_model,
+)
+from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.accumulate import optimizer_step
+from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.deepspeed_config import engine_for
+from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.files import atomic_write_json
+from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.seeding import seed_everything
+from stages.reward.batches import PairBatch, collate, pair_length
+from stages.reward.evaluate import Evaluation, evaluate
+from stages.reward.loss import Sums, final_token_loss, token_wise_loss
+
+log = logging.getLogger(__name__)
+
+
+def main(config: RunConfig, run: RunDirectory) -> None:
+    """Runs the stage on this rank and leaves the model and result.json behind."""
+    started = time.time()
+    dist = setup()
+    try:
+        _train(config, run, dist, started)
+    finally:
+        close()
+
+
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+    settings = config.reward
+    seed_everything(config.seed, dist.rank)
+
+    # 1. The trunk with a fresh head, and its tokenizer.
+    path = stage_inputs(config, run, "reward")["model"]
+    dtype = resolve_dtype(config.model.dtype, dist.device)
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    model = new_scalar_model(
+        path,
+        dtype=dtype,
+        device=dist.device,
+        seed=config.seed,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=trust,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+    eos_ids = generation_eos_ids(path, model.config, trust_remote_code=trust)
+    fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_ids)
+    positions = model_max_length(model.config)
+
+    # 2. The data, as pairs of token ids. Every rank reads all and takes its share of each step.
+    data = load_stage_data(config, "reward")
+    limit = length_limit(config.data.max_length, positions, path)
+    encode = (fmt, tokenizer_hash(tokenizer), limit)
+    train, dropped = pair_examples(data.train, *encode)
+    held_out, _ = pair_examples(data.evaluation, *encode)
+    dropped += data.counts.stages["reward"].dropped
+    if not train or not held_out:
+        raise ConfigError(
+            f"reward: {len(train)} training and {len(held_out)} evaluation pairs are usable "
+            f"({dict(dropped)}): give --reward-data with chosen and rejected answers, or raise "
+            f"data.max_length ({limit})"
+        )
+    check_vocabulary(model.backbone, (p.chosen.input_ids for p in train), path)
+    check_vocabulary(model.backbone, (p.rejected.input_ids for p in train), path)
+
+    # 3. The engine.
+    total_steps = count_steps(len(train), settings.batch_size, settings.epochs, settings.max_steps)
+    engine = engine_for(
+        model,
+        settings,
+        dtype=dtype,
+        micro_batch_size=settings.micro_batch_size,
+        total_steps=total_steps,
+        dist=dist,
+    )
+
+    def batch_of(pairs: list[PairExample]) -> PairBatch:
+        return collate(
+            pairs,
+            tokenizer.pad_token_id,
+            dist.device,
+            limit=positions,
+            use_margin=settings.use_margin,
+            filler=train[0],
+        )
+
+    def loss_of(batch: PairBatch) -> tuple[torch.Tensor, Sums]:
+        scores_2BT = engine(batch.input_ids_2BT)
+        if settings.loss == "token_wise":
+            chosen_BT, rejected_BT = scores_2BT.chunk(2)
+            chosen_last_B, rejected_last_B = batch.last_2B.chunk(2)
+            return token_wise_loss(
+                chosen_BT,
+                rejected_BT,
+                chosen_last_B,
+                rejected_last_B,
+                batch.first_B,
+                batch.margin_B,
+                batch.weight_B,
+                settings.center_coef,
+            )
+        scores_2B = scores_2BT.gather(1, batch.last_2B.unsqueeze(1)).squeeze(1)
+        chosen_B, rejected_B = scores_2B.chunk(2)
+        return final_token_loss(
+            chosen_B, rejected_B, batch.margin_B, batch.weight_B, settings.center_coef
+        )
+
+    metrics = MetricsWriter(run.metrics("reward"), enabled=dist.is_main)
+    held_out_lengths = [pair_length(pair) for pair in held_out]
+
+    def measure(step: int) -> Evaluation:
+        result = evaluate(
+            engine,
+            held_out_lengths,
+            lambda rows: batch_of([held_out[row] for row in rows]),
+            loss_of,
+            settings.micro_batch_size,
+            dist,
+        )
+        metrics.write(kind="eval", step=step, total_steps=total_steps, **vars(result))
+        log.info(
+            "step %d of %d: eval accuracy %.3f, margin %.3f",
+            *(step, total_steps, result.accuracy, result.margin),
+        )
+        return result
+
+    log.info(
+        "%d pairs, %d steps of %d pairs (%d ranks x micro-batches of %d), %d evaluation pairs",
+        *(len(train), total_steps, settings.batch_size, dist.world_size),
+        *(settings.micro_batch_size, len(held_out)),
+    )
+    startup_seconds = time.time() - started
+    measured = measure(0)
+
+    # 4. The loop.
+    lengths = [pair_length(pair) for pair in train]
+    order = batches(len(train), settings.batch_size, config.seed, total_steps)
+    for step, batch in enumerate(order, start=1):
+        began = time.perf_counter()
+        mine = rank_slices(batch, lengths, settings.micro_batch_size, dist.rank, dist.world_size)
+        micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
+        stats = optimizer_step(engine, micro_batches, loss_of, len(batch), dist)
+        tokens = sum(
+            len(train[row].chosen.input_ids) + len(train[row].rejected.input_ids) for row in batch
+        )
+        metrics.write(
+            kind="train",
+            step=step,
+            total_steps=total_steps,
+            loss=stats.loss,
+            accuracy=stats.sums["correct"] / len(batch),
+            margin=stats.sums["margin"] / len(batch),
+            chosen=stats.sums["chosen"] / len(batch),
+            rejected=stats.sums["rejected"] / len(batch),
+            lr=stats.lr,
+            grad_norm=stats.grad_norm,
+            tokens_per_second=tokens / (time.perf_counter() - began),
+        )
+        if step == total_steps or (settings.eval_every and step % settings.eval_every == 0):
+            measured = measure(step)
+
+    # 5. The artifact with its score statistics, and last of all the result.
+    facts = RewardFacts(
+        stats=ScoreStats(measured.mean, measured.std, settings.std_floor),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids=fmt.stop_ids,
+        chat_format=fmt.kind,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+    )
+    save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
+    if dist.is_main:
+        atomic_write_json(
+            run.result("reward"),
+            {
+                "wall_seconds": time.time() - started,
+                "startup_seconds": startup_seconds,
+                "steps": total_steps,
+                "eval_accuracy": measured.accuracy,
+                "eval_margin": measured.margin,
+                "score_mean": measured.mean,
+                "score_std": measured.std,
+                "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},
+            },
+        )

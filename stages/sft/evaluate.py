@@ -1,0 +1,111 @@
+"""Held-out perplexity, and a few answers to look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from data_sources.examples import SequenceExample
+from rlhf_app.config.schema import HybridEngineSettings
+from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.training.batching import rank_slices
+from rlhf_app.training.distributed import Dist
+from stages.sft.batches import SFTBatch
+
+LossOfBatch = Callable[[SFTBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over a whole data set, the same on every rank.
+
+    Attributes:
+        nll: negative log-likelihood in nats, summed over tokens.
+        correct: tokens whose target was the most likely one.
+        tokens: number of tokens.
+    """
+
+    nll: float
+    correct: float
+    tokens: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean over all tokens (not of a mean of batch means)."""
+        return math.exp(min(self.loss, 700.0))
+
+
+def evaluate(
+    engine: Any,
+    examples: Sequence[SequenceExample],
+    batch_of: Callable[[list[int]], SFTBatch],
+    loss_of: LossOfBatch,
+    micro_batch_size: int,
+    dist: Dist,
+) -> Evaluation:
+    """Measures the loss on held-out rows, without updating anything.
+
+    Args:
+        engine: the DeepSpeed engine; put into eval mode and back.
+        examples: the rows, the same on every rank.
+        batch_of: row indices -> micro-batch.
+        loss_of: the training loss.
+        micro_batch_size: rows of one forward.
+        dist: this process's place.
+    """
+    lengths = [len(example.input_ids) for example in examples]
+    slices = rank_slices(
+        range(len(examples)), lengths, micro_batch_size, dist.rank, dist.world_size
+    )
+    totals = torch.zeros(3, dtype=torch.float64, device=dist.device)
+    engine.eval()
+    with torch.no_grad():
+        for rows in slices:
+            batch = batch_of(rows)
+            loss, metrics = loss_of(batch)
+            tokens = batch.mask_BT.sum().to(dist.device)
+            totals += torch.stack([loss.double(), metrics["correct"].double(), tokens.double()])
+    engine.train()
+    return Evaluation(*dist.sum(totals.tolist()))
+
+
+def sample_answers(
+    engine: Any,
+    examples: Sequence[SequenceExample],
+    fmt: ChatFormat,
+    hybrid: HybridEngineSettings,
+    max_new_tokens: int,
+) -> list[dict[str, str]]:
+    """Answers held-out prompts greedily with the weights in the engine.
+
+    Runs on one rank alone, hence not under ZeRO-3, where no rank has whole weights.
+
+    Args:
+        engine: the trained engine.
+        examples: whose prompts to answer.
+        fmt: stop tokens and decoding.
+        hybrid: settings of the rollout.
+        max_new_tokens: most tokens of one answer.
+
+    Returns:
+        One {"prompt", "response"} per example, as text.
+    """
+    prompts = [example.input_ids[: example.response_start] for example in examples]
+    params = SamplingParams(max_new_tokens=max_new_tokens, greedy=True, stop_ids=fmt.stop_ids)
+    engine.eval()
+    rollout = Generator(engine.module, hybrid).rollout(prompts, params)
+    engine.train()
+    return [
+        {"prompt": fmt.decode(prompt), "response": fmt.decode(answer)}
+        for prompt, answer in zip(prompts, rollout.tokens, strict=True)
+    ]

@@ -1,0 +1,202 @@
+"""Stage 1: supervised fine-tuning on demonstrations (Ouyang et al. 2022, arXiv:2203.02155).
+
+Maximises the likelihood of the answers given their prompts. Deviations from the paper: prompt
+tokens carry no loss (`data.sft_loss_on: all` restores it), the loss is the mean over all
+tokens of the whole batch on all ranks rather than a mean of micro-batch means, dropout is 0,
+and rows are not packed: each has its own positions and sees nothing of another.
+
+    rlhf sft --actor-model facebook/opt-1.3b --data FILE
+    python -m rlhf_app.commands.worker RUN_DIR sft                       # one process
+    torchrun --nproc-per-node 2 -m rlhf_app.commands.worker RUN_DIR sft  # two
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from data_sources.examples import SequenceExample, sft_examples
+from data_sources.stage_data import load_stage_data
+from rlhf_app.config.schema import RunConfig
+from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.models.limits import check_vocabulary, length_limit
+from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
+from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.accumulate import optimizer_step
+from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.deepspeed_config import engine_for
+from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.files import atomic_write_json
+from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.saving import save_causal_lm
+from rlhf_app.training.seeding import seed_everything
+from stages.sft.batches import SFTBatch, collate, target_tokens
+from stages.sft.evaluate import Evaluation, evaluate, sample_answers
+from stages.sft.loss import response_loss
+
+log = logging.getLogger(__name__)
+
+
+def main(config: RunConfig, run: RunDirectory) -> None:
+    """Runs the stage on this rank and leaves the model and result.json behind."""
+    started = time.time()
+    dist = setup()
+    try:
+        _train(config, run, dist, started)
+    finally:
+        close()
+
+
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+    sft = config.sft
+    seed_everything(config.seed, dist.rank)
+
+    # 1. The base model and its tokenizer.
+    path = stage_inputs(config, run, "sft")["model"]
+    dtype = resolve_dtype(config.model.dtype, dist.device)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    model = load_causal_lm(
+        path,
+        dtype=dtype,
+        device=dist.device,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        gradient_checkpointing=sft.gradient_checkpointing,
+    )
+    fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(model))
+    positions = model_max_length(model.config)
+
+    # 2. The data, as token ids. Every rank reads all of it and takes its share of each step.
+    data = load_stage_data(config, "sft")
+    limit = length_limit(config.data.max_length, positions, path)
+    encode = (fmt, tokenizer_hash(tokenizer), limit)
+    train, dropped = sft_examples(data.train, *encode)
+    held_out, _ = sft_examples(data.evaluation, *encode)
+    dropped += data.counts.stages["sft"].dropped
+    if not train or not held_out:
+        raise ConfigError(
+            f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "
+            f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({limit})"
+        )
+    check_vocabulary(model, (row.input_ids for row in train), path)
+
+    # 3. The engine.
+    total_steps = count_steps(len(train), sft.batch_size, sft.epochs, sft.max_steps)
+    engine = engine_for(
+        model,
+        sft,
+        dtype=dtype,
+        micro_batch_size=sft.micro_batch_size,
+        total_steps=total_steps,
+        dist=dist,
+    )
+    loss_on = config.data.sft_loss_on
+
+    def batch_of(rows: list[SequenceExample]) -> SFTBatch:
+        return collate(
+            rows, loss_on, tokenizer.pad_token_id, dist.device, limit=positions, filler=train[0]
+        )
+
+    def loss_of(batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        keep = batch.logits_needed
+        logits_BTV = engine(
+            input_ids=batch.input_ids_BT, use_cache=False, logits_to_keep=keep
+        ).logits
+        # The logit at one position predicts the token at the next.
+        return response_loss(
+            logits_BTV[:, :-1],
+            batch.input_ids_BT[:, -keep:][:, 1:],
+            batch.mask_BT[:, -keep:][:, 1:],
+        )
+
+    metrics = MetricsWriter(run.metrics("sft"), enabled=dist.is_main)
+
+    def measure(step: int) -> Evaluation:
+        result = evaluate(
+            engine,
+            held_out,
+            lambda rows: batch_of([held_out[row] for row in rows]),
+            loss_of,
+            sft.micro_batch_size,
+            dist,
+        )
+        metrics.write(
+            kind="eval",
+            step=step,
+            total_steps=total_steps,
+            loss=result.loss,
+            perplexity=result.perplexity,
+            accuracy=result.correct / result.tokens,
+        )
+        log.info("step %d of %d: eval perplexity %.3f", step, total_steps, result.perplexity)
+        return result
+
+    log.info(
+        "%d rows, %d steps of %d rows (%d ranks x micro-batches of %d), %d evaluation rows",
+        *(len(train), total_steps, sft.batch_size, dist.world_size, sft.micro_batch_size),
+        len(held_out),
+    )
+    startup_seconds = time.time() - started
+    before = after = measure(0)
+
+    # 4. The loop.
+    lengths = [len(row.input_ids) for row in train]
+    order = batches(len(train), sft.batch_size, config.seed, total_steps)
+    for step, batch in enumerate(order, start=1):
+        began = time.perf_counter()
+        mine = rank_slices(batch, lengths, sft.micro_batch_size, dist.rank, dist.world_size)
+        tokens = sum(target_tokens(train[row], loss_on) for row in batch)
+        micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
+        stats = optimizer_step(engine, micro_batches, loss_of, tokens, dist)
+        metrics.write(
+            kind="train",
+            step=step,
+            total_steps=total_steps,
+            loss=stats.loss,
+            accuracy=stats.sums["correct"] / tokens,
+            lr=stats.lr,
+            grad_norm=stats.grad_norm,
+            tokens_per_second=sum(lengths[row] for row in batch) / (time.perf_counter() - began),
+        )
+        if step == total_steps or (sft.eval_every and step % sft.eval_every == 0):
+            after = measure(step)
+
+    # 5. The artifact, sample answers, and last of all the result.
+    save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
+    samples = _samples(config, engine, held_out, fmt) if dist.is_main else []
+    dist.barrier()
+    if dist.is_main:
+        atomic_write_json(
+            run.result("sft"),
+            {
+                "wall_seconds": time.time() - started,
+                "startup_seconds": startup_seconds,
+                "steps": total_steps,
+                "eval_perplexity": {"before": before.perplexity, "after": after.perplexity},
+                "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},
+                "samples": samples,
+            },
+        )
+
+
+def _samples(
+    config: RunConfig, engine: Any, held_out: list[SequenceExample], fmt: ChatFormat
+) -> list[dict[str, str]]:
+    """Answers to a few held-out prompts, or none with the reason in the log."""
+    if config.sft.zero_stage == 3:
+        log.info("no sample answers: under ZeRO-3 no rank has whole weights to generate with")
+        return []
+    tokens = config.sft.sample_tokens
+    room = model_max_length(engine.module.config) - tokens
+    fitting = [row for row in held_out if 0 < row.response_start <= room]
+    chosen = fitting[: config.sft.samples]
+    if not chosen:
+        log.info("no sample answers: no held-out prompt leaves room for %d tokens", tokens)
+        return []
+    return sample_answers(engine, chosen, fmt, config.hybrid_engine, tokens)
