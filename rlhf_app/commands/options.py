@@ -162,7 +162,8 @@ Preset = Annotated[
     typer.Option(
         "--preset",
         metavar="tiny_cpu|single_gpu|single_node",
-        help="Settings to start from (default: the deployment type's; tiny_cpu for the built-in model).",
+        help="Settings to start from (default: the deployment type's; tiny_cpu for the "
+        "built-in model).",
         rich_help_panel=_SETTINGS,
     ),
 ]
