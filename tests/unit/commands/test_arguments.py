@@ -1,0 +1,102 @@
+"""Several values after one option, stage choice, and flags as settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_app.cli import join_values
+from rlhf_app.commands.options import Flags
+from rlhf_app.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train", "--step", "1", "2", "3"], ["train", "--step", "1,2,3"]),
+        (["--step", "1,2"], ["--step", "1,2"]),
+        (["--step", "1", "2,3", "--seed", "2"], ["--step", "1,2,3", "--seed", "2"]),
+        (["--step=1", "2"], ["--step=1", "2"]),  # not ours to guess; the parser complains
+        (["--stages", "sft", "ppo", "--force"], ["--stages", "sft,ppo", "--force"]),
+        (["--step", "4"], ["--step", "4"]),
+        (["--step"], ["--step"]),
+        (["--seed", "1", "2"], ["--seed", "1", "2"]),
+    ],
+)
+def test_join_values(given: list[str], expected: list[str]) -> None:
+    assert join_values(given) == expected
+
+
+def flags(**given: Any) -> Flags:
+    names = [
+        "actor_model",
+        "reward_model",
+        "actor_zero_stage",
+        "reward_zero_stage",
+        "data",
+        "data_split",
+        "sft_data",
+        "reward_data",
+        "ppo_data",
+        "eval_data",
+        "gold",
+        "step",
+        "stages",
+        "deployment_type",
+        "output_dir",
+        "seed",
+        "set_values",
+    ]
+    return Flags(dict.fromkeys(names) | given)
+
+
+def settings(given: Flags) -> dict[str, object]:
+    return {override.key: override.value for override in given.overrides()}
+
+
+def test_zero_stages_go_to_the_models_they_name() -> None:
+    assert settings(flags(actor_zero_stage=2, reward_zero_stage=0)) == {
+        "sft.zero_stage": 2,
+        "ppo.actor.zero_stage": 2,
+        "reward.zero_stage": 0,
+        "ppo.critic.zero_stage": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"step": "1,2,3"}, ["sft", "reward", "ppo"]),
+        ({"step": "3,1"}, ["sft", "ppo"]),
+        ({"step": "reward"}, ["reward"]),
+        ({"stages": "sft, reward"}, ["sft", "reward"]),
+    ],
+)
+def test_stage_choice(given: dict[str, str], expected: list[str]) -> None:
+    assert settings(flags(**given)) == {"stages": expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"step": "4"}, "--step 4: '4' is no stage"),
+        ({"stages": "sft,dpo"}, "--stages sft,dpo: 'dpo' is no stage"),
+        ({"step": "1", "stages": "sft"}, "give one of them"),
+    ],
+)
+def test_bad_stage_choice(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        flags(**given).overrides()
+
+
+def test_a_flag_of_its_own_beats_set_and_names_itself() -> None:
+    given = flags(seed=5, set_values=["seed=9", "ppo.kl_coef=0.2"], data=["a=2", "b"])
+    assert settings(given) == {"seed": 5, "ppo.kl_coef": 0.2, "data.sources": ["a=2", "b"]}
+    assert [o.origin for o in given.overrides() if o.key == "seed"] == ["--set", "--seed"]
+
+
+def test_stage_commands_fix_the_stage() -> None:
+    values = flags().values
+    only = Flags({k: v for k, v in values.items() if k not in ("step", "stages")}, ("ppo",))
+    assert settings(only) == {"stages": ["ppo"]}
