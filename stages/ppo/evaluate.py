@@ -49,6 +49,19 @@ class PolicyReport:
         return {k: v for k, v in asdict(self).items() if isinstance(v, float)}
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One held-out answer, with `uid` its place in the list of prompts."""
+
+    uid: int
+    text: str
+    tokens: list[int]
+    stopped: bool
+    score: float
+    kl: float
+    gold: float | None
+
+
 def distinct_n(answers: Sequence[Sequence[int]], n: int = 3) -> float:
     """Distinct n-grams over all n-grams (Li et al. 2016, arXiv:1510.03055), over all answers.
 
@@ -91,12 +104,14 @@ def evaluate_policy(
     """
     uids = list(range(dist.rank, len(prompts), dist.world_size))
     mine = [prompts[uid] for uid in uids]
-    per_answer: list[tuple[int, str, list[int], bool, float, float, float | None]] = []
+    per_answer: list[_Answer] = []
     if mine:
         params = sampling_params(models, ppo, seed=seed, step=EVALUATION_STEP)
         rollout = sampler.rollout([p.input_ids for p in mine], params, uids=uids)
         texts = [models.chat_format.decode(tokens) for tokens in rollout.tokens]
-        golds = gold([p.text for p in mine], texts) if gold else [None] * len(mine)
+        golds: Sequence[float | None] = (
+            gold([p.text for p in mine], texts) if gold else [None] * len(mine)
+        )
         for start in range(0, len(mine), ppo.micro_batch_size):
             rows = slice(start, start + ppo.micro_batch_size)
             answers = lay_out(
@@ -115,7 +130,8 @@ def evaluate_policy(
             scores_B = models.scorer(
                 answers, mine[rows], rollout.tokens[rows], rollout.stopped[rows]
             )
-            per_answer += zip(
+            per_answer += map(
+                _Answer,
                 uids[rows],
                 texts[rows],
                 rollout.tokens[rows],
@@ -123,17 +139,20 @@ def evaluate_policy(
                 scores_B.tolist(),
                 kl_B.tolist(),
                 golds[rows],
-                strict=True,
             )
-    gathered = sorted(row for part in dist.gather_objects(per_answer) for row in part)
-    _, texts, tokens, stopped, scores, kls, golds = zip(*gathered, strict=True)
-    count = len(gathered)
+    return _report([row for part in dist.gather_objects(per_answer) for row in part])
+
+
+def _report(answers: list[_Answer]) -> PolicyReport:
+    answers = sorted(answers, key=lambda a: a.uid)
+    count = len(answers)
+    golds = [a.gold for a in answers if a.gold is not None]
     return PolicyReport(
-        reward=sum(scores) / count,
-        gold=sum(golds) / count if gold else None,
-        kl_per_answer=sum(kls) / count,
-        distinct_3=distinct_n(tokens),
-        answer_length=sum(map(len, tokens)) / count,
-        eos_rate=sum(stopped) / count,
-        answers=list(texts),
+        reward=sum(a.score for a in answers) / count,
+        gold=sum(golds) / count if golds else None,
+        kl_per_answer=sum(a.kl for a in answers) / count,
+        distinct_3=distinct_n([a.tokens for a in answers]),
+        answer_length=sum(len(a.tokens) for a in answers) / count,
+        eos_rate=sum(a.stopped for a in answers) / count,
+        answers=[a.text for a in answers],
     )

@@ -17,6 +17,7 @@ from rlhf_app.models.scalar_head import (
     ScoreStats,
     load_scalar_model,
     new_scalar_model,
+    read_reward_facts,
 )
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
@@ -78,17 +79,15 @@ def load_models(
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(inputs["actor"], trust_remote_code=trust)
 
-    def causal_lm(checkpointing: bool) -> Any:
-        return load_causal_lm(
-            inputs["actor"],
-            dtype=dtype,
-            attn_implementation=config.model.attn_implementation,
-            trust_remote_code=trust,
-            gradient_checkpointing=checkpointing,
-            device=dist.device,
-        )
-
-    actor_model = causal_lm(ppo.actor.gradient_checkpointing)
+    loading: dict[str, Any] = {
+        "dtype": dtype,
+        "device": dist.device,
+        "attn_implementation": config.model.attn_implementation,
+        "trust_remote_code": trust,
+    }
+    actor_model = load_causal_lm(
+        inputs["actor"], gradient_checkpointing=ppo.actor.gradient_checkpointing, **loading
+    )
     positions = model_max_length(actor_model.config)
     wanted = ppo.max_prompt_length + ppo.max_response_length
     if positions is not None and wanted > positions:
@@ -96,17 +95,12 @@ def load_models(
             f"ppo.max_prompt_length + ppo.max_response_length = {wanted} exceeds the {positions} "
             f"positions of {inputs['actor']}: lower one of them"
         )
-    reference = causal_lm(checkpointing=False).eval().requires_grad_(False)
+    reference = load_causal_lm(inputs["actor"], **loading).eval().requires_grad_(False)
     stop_ids = eos_token_ids(actor_model)
     chat_format = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=stop_ids)
 
-    reward_model, stats = load_scalar_model(
-        inputs["reward"],
-        dtype=dtype,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=trust,
-        device=dist.device,
-    )
+    stats = read_reward_facts(inputs["reward"]).stats
+    reward_model = load_scalar_model(inputs["reward"], **loading)
     reward_model.eval().requires_grad_(False)
     reward_tokenizer = load_tokenizer(inputs["reward"], trust_remote_code=trust)
     same_tokenizer = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer)
@@ -121,13 +115,8 @@ def load_models(
     )
 
     if same_tokenizer:
-        critic_model, _ = load_scalar_model(
-            inputs["reward"],
-            dtype=dtype,
-            attn_implementation=config.model.attn_implementation,
-            trust_remote_code=trust,
-            gradient_checkpointing=ppo.critic.gradient_checkpointing,
-            device=dist.device,
+        critic_model = load_scalar_model(
+            inputs["reward"], gradient_checkpointing=ppo.critic.gradient_checkpointing, **loading
         )
         fold_normalisation(critic_model, stats)
     else:
@@ -135,11 +124,9 @@ def load_models(
         # backbone, with a head of zeros so that its first values are neutral.
         critic_model = new_scalar_model(
             inputs["actor"],
-            dtype=dtype,
-            attn_implementation=config.model.attn_implementation,
-            trust_remote_code=trust,
+            seed=config.seed,
             gradient_checkpointing=ppo.critic.gradient_checkpointing,
-            device=dist.device,
+            **loading,
         )
         torch.nn.init.zeros_(critic_model.head.weight)
 

@@ -6,7 +6,7 @@ Legend: B answers, T response tokens (actions).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +21,7 @@ class RolloutStats:
     """Adds up micro-batches on this rank; `means` adds up the ranks."""
 
     def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = defaultdict(float)
         self._max_logprob_gap = 0.0
 
     def add_scores(
@@ -51,7 +51,7 @@ class RolloutStats:
         for row, logprobs in enumerate(sampled_logprobs):
             sampled_BT[row, : len(logprobs)] = logprobs.to(old_BT.device)
         gap_BT = torch.where(mask_BT, (sampled_BT - old_BT).abs(), 0.0)
-        self._sums.update(
+        self._add(
             answers=len(answers),
             tokens=answers.num_actions,
             score=float(scores_B.double().sum()),
@@ -69,12 +69,16 @@ class RolloutStats:
         """Add what explained variance needs: moments of the returns and of their residuals."""
         _, total, squares = moments(returns_BT, mask_BT)
         _, residual, residual_squares = moments(returns_BT - values_BT, mask_BT)
-        self._sums.update(
+        self._add(
             returns=total,
             return_squares=squares,
             residual=residual,
             residual_squares=residual_squares,
         )
+
+    def _add(self, **sums: float) -> None:
+        for name, value in sums.items():
+            self._sums[name] += value
 
     def check_finite(self, dist: Dist) -> None:
         """Stop before the update where a score or log-prob is not finite.

@@ -27,6 +27,7 @@ from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
+from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.scorers import load_scorer
 from rlhf_app.stage_inputs import stage_inputs
@@ -121,21 +122,25 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         # 5. Log.
         ended = time.perf_counter()
         numbers |= batch.stats.means(dist)
-        numbers |= _breakdown(
-            total=ended - began,
-            generate=batch.generate_seconds,
-            score=batch.score_seconds,
-            train=ended - train_began,
-        )
+        numbers |= {
+            "e2e_seconds": ended - began,
+            "generate_seconds": batch.generate_seconds,
+            "score_seconds": batch.score_seconds,
+            "train_seconds": ended - train_began,
+        }
         numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]
         record("train", update, numbers)
+        log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
 
         # 6. Evaluate on held-out prompts.
         if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
             report = evaluate(models.actor, models.actor)
             record("eval", update, report.numbers())
 
-    save_causal_lm(models.actor, models.tokenizer, run.stage("ppo") / "actor", dist)
+    save_causal_lm(models.actor, models.tokenizer, run.artifact("ppo"), dist)
+    if ppo.save_critic:
+        # Its outputs are on the normalised scale already: no statistics to apply.
+        save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())
     if dist.is_main:
         reports = {"base": base, "sft": before, "ppo": report}
         result = {
@@ -152,26 +157,6 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         for name in ("reward", "kl_per_answer", "distinct_3", "answer_length", "eos_rate"):
             result[name] = {k: getattr(r, name) for k, r in reports.items()}
         atomic_write_json(run.result("ppo"), result)
-
-
-def _breakdown(*, total: float, generate: float, score: float, train: float) -> dict[str, float]:
-    """Seconds of one iteration by phase, also logged as DeepSpeed's hybrid engine does."""
-    others = total - generate - score - train
-    log.info(
-        "E2E latency=%.2fs | Gather latency=0.00s | Generate time=%.2fs | Training time=%.2fs | "
-        "Others=%.2fs",
-        total,
-        generate,
-        score + train,
-        others,
-    )
-    return {
-        "e2e_seconds": total,
-        "generate_seconds": generate,
-        "score_seconds": score,
-        "train_seconds": train,
-        "other_seconds": others,
-    }
 
 
 def _evaluate_base(config: RunConfig, path: str, dist: Dist, evaluate: Any) -> PolicyReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -93,36 +92,41 @@ def update_models(
 
 
 class _UpdateLog:
-    """Sums over the optimizer steps of one update."""
+    """Means over the optimizer steps of one update."""
 
     def __init__(self) -> None:
-        self._critic: Counter[str] = Counter()
-        self._actor: Counter[str] = Counter()
-        self._first_ratio: dict[str, float] = {}
+        self._critic: list[dict[str, float]] = []
+        self._actor: list[dict[str, float]] = []
 
     def critic(self, stats: StepStats, tokens: float) -> None:
-        self._critic.update(
-            steps=1,
-            value_loss=stats.loss,
-            critic_grad_norm=stats.grad_norm,
-            value_clip_fraction=stats.sums["value_clipped"] / tokens,
+        self._critic.append(
+            {
+                "value_loss": stats.loss,
+                "critic_grad_norm": stats.grad_norm,
+                "value_clip_fraction": stats.sums["value_clipped"] / tokens,
+            }
         )
 
     def actor(self, stats: StepStats, tokens: float) -> None:
-        self._actor.update(
-            steps=1,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            lr=stats.lr,
-            clip_fraction=stats.sums["clipped"] / tokens,
-            approx_kl=stats.sums["approx_kl"] / tokens,
+        self._actor.append(
+            {
+                "loss": stats.loss,
+                "grad_norm": stats.grad_norm,
+                "lr": stats.lr,
+                "clip_fraction": stats.sums["clipped"] / tokens,
+                "approx_kl": stats.sums["approx_kl"] / tokens,
+                "ratio": stats.sums["ratio"] / tokens,
+            }
         )
-        # Before the first step the policy is the one that sampled: exactly 1.
-        self._first_ratio.setdefault("first_ratio", stats.sums["ratio"] / tokens)
 
     def means(self) -> dict[str, float]:
-        means: dict[str, float] = {"optimizer_steps": float(self._actor["steps"])}
-        for sums in (self._critic, self._actor):
-            steps = sums.pop("steps", 0)
-            means |= {name: total / steps for name, total in sums.items()}
-        return means | self._first_ratio
+        means = _means(self._critic) | _means(self._actor)
+        means["optimizer_steps"] = len(self._actor)
+        if self._actor:
+            # Before the first step the policy is the one that sampled: exactly 1.
+            means["first_ratio"] = self._actor[0]["ratio"]
+        return means
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
