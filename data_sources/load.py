@@ -57,12 +57,12 @@ def load_source(
     )
     for row, size in joined:
         if isinstance(row, BadRow):
-            counts.reject(row.reason, f"{row.where}: {row.detail}", size)
+            counts.reject(row.reason, _sample(row.where, row.detail), size)
             continue
         try:
             result = shape.normalise(row.values, shape.columns, verbatim)
         except RowError as error:
-            counts.reject(error.reason, f"{row.where}: {error}", size)
+            counts.reject(error.reason, _sample(row.where, error.detail), size)
             continue
         counts.notes.update(result.notes)
         for record in result.records:
@@ -70,6 +70,10 @@ def load_source(
     counts.records = len(records)
     _check_share(counts, max_bad_fraction)
     return records, counts
+
+
+def _sample(where: str, detail: str) -> str:
+    return f"{where}: {detail}" if detail else where
 
 
 def _renamed(row: RawRow | BadRow, renames: dict[str, str]) -> RawRow | BadRow:

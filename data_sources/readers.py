@@ -117,7 +117,7 @@ def _rows_of_json(path: Path, value: Any) -> Iterable[Any]:
     lists = {key: item for key, item in value.items() if isinstance(item, list)}
     of_rows = [item for item in lists.values() if item and all(isinstance(r, dict) for r in item)]
     if len(value) == 1 and of_rows:
-        return cast(list[Any], of_rows[0])
+        return of_rows[0]
     if len(lists) == len(value) > 0 and not of_rows:
         if len({len(item) for item in lists.values()}) != 1:
             raise ConfigError(f"{path}: its columns have different lengths; write a list of rows")

@@ -9,17 +9,20 @@ prompt in it is trained on. Every rank computes the same result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from data_sources.blend import Weighted, copies, in_order
-from data_sources.counts import DataCounts, StageCounts
+from data_sources.counts import DataCounts, SourceCounts, StageCounts
 from data_sources.identity import prompt_key
 from data_sources.load import load_source
 from data_sources.records import Record
 from data_sources.split import held_out, stage_of, stage_shares
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
+
+# (source, evaluation) -> its records and counts
+Reader = Callable[[SourceConfig, bool], tuple[list[Record], SourceCounts]]
 
 UNSUITABLE: dict[StageName, str] = {
     "sft": "no answer to imitate (SFT)",
@@ -47,12 +50,27 @@ class StageData:
     counts: DataCounts
 
 
-def load_stage_data(config: RunConfig, stage: StageName) -> StageData:
+def reader_of(config: RunConfig) -> Reader:
+    """Returns what reads one source under the run's settings."""
+
+    def read(source: SourceConfig, evaluation: bool) -> tuple[list[Record], SourceCounts]:
+        return load_source(
+            source,
+            verbatim=config.data.chat_format == "plain",
+            max_bad_fraction=config.data.max_bad_fraction,
+            evaluation=evaluation,
+        )
+
+    return read
+
+
+def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = None) -> StageData:
     """Reads, splits and blends the data of one stage.
 
     Args:
         config: the whole run; `stage` is one of its stages.
         stage: whose data.
+        read: reads a source; None is `reader_of(config)`.
 
     Raises:
         ConfigError: a source cannot be used, or nothing is left to train or to evaluate on.
@@ -62,8 +80,9 @@ def load_stage_data(config: RunConfig, stage: StageName) -> StageData:
     sources = own or data.sources
     if not sources:
         raise ConfigError(f"no data for {stage}; give --data, or --{stage}-data")
-    items = _read(config, sources, counts, evaluation=False)
-    given_eval = _read(config, data.eval, counts, evaluation=True)
+    read = read or reader_of(config)
+    items = _read(read, sources, counts, evaluation=False)
+    given_eval = _read(read, data.eval, counts, evaluation=True)
 
     mine = items if own else _split(config, stage, items, counts)
     part = counts.stages.setdefault(stage, StageCounts())
@@ -101,16 +120,11 @@ def own_sources(config: RunConfig, stage: StageName) -> tuple[SourceConfig, ...]
 
 
 def _read(
-    config: RunConfig, sources: Sequence[SourceConfig], counts: DataCounts, *, evaluation: bool
+    read: Reader, sources: Sequence[SourceConfig], counts: DataCounts, *, evaluation: bool
 ) -> list[Weighted]:
     items: list[Weighted] = []
     for source in sources:
-        records, source_counts = load_source(
-            source,
-            verbatim=config.data.chat_format == "plain",
-            max_bad_fraction=config.data.max_bad_fraction,
-            evaluation=evaluation,
-        )
+        records, source_counts = read(source, evaluation)
         counts.sources.append(source_counts)
         items += [Weighted(r, prompt_key(r.messages), source.weight) for r in records]
     return items
