@@ -189,7 +189,7 @@ def test_missing_file_and_data_without_model(tmp_path: Path) -> None:
         load_config(config_file=tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="--actor-model"):
         load_config(overrides=[parse_set("data.sources=[a.jsonl]")])
-    with pytest.raises(ConfigError, match="--preset huge: unknown; choose one of .*tiny_cpu"):
+    with pytest.raises(ConfigError, match=r"--preset huge: unknown; choose one of .*tiny_cpu"):
         load_config(preset="huge")
 
 

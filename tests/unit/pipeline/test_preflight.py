@@ -1,0 +1,135 @@
+"""Bad input is found before a worker starts, in one line that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_app.config.load import load_config, parse_set
+from rlhf_app.config.schema import RunConfig
+from rlhf_app.errors import ConfigError
+from rlhf_app.preflight import check_inputs, check_sizes
+from rlhf_app.run_directory import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain-dir").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "file.txt").write_text("x")
+
+
+def configure(*sets: str) -> RunConfig:
+    defaults = [
+        "model.actor=base-model",
+        "data.sources=[pairs.jsonl]",
+        "ppo.max_prompt_length=64",
+        "ppo.max_response_length=64",
+    ]
+    return load_config(overrides=[parse_set(s) for s in [*defaults, *sets]]).config
+
+
+SIZES = [
+    # (settings, processes, message or None)
+    (["sft.batch_size=32", "sft.micro_batch_size=8"], 4, None),
+    (
+        ["sft.batch_size=30", "sft.micro_batch_size=8"],
+        1,
+        "sft.batch_size = 30: does not divide by 8 (sft.micro_batch_size 8 x processes 1); "
+        "set sft.batch_size to 32",
+    ),
+    (
+        ["sft.batch_size=32", "sft.micro_batch_size=8"],
+        3,
+        "sft.batch_size = 32: does not divide by 24 (sft.micro_batch_size 8 x processes 3); "
+        "set sft.batch_size to 24",
+    ),
+    (
+        ["reward.batch_size=4", "reward.micro_batch_size=8"],
+        1,
+        "reward.batch_size = 4: does not divide by 8 (reward.micro_batch_size 8 x processes 1); "
+        "set reward.batch_size to 8",
+    ),
+    (
+        ["ppo.rollout_batch_size=64", "ppo.mini_batches=3", "stages=[ppo]"],
+        2,
+        "ppo.rollout_batch_size = 64: does not divide by 48 (ppo.mini_batches 3 x "
+        "ppo.micro_batch_size 8 x processes 2); set ppo.rollout_batch_size to 48",
+    ),
+    (["ppo.rollout_batch_size=63", "stages=[sft]"], 1, None),  # not a chosen stage
+    (["gold.scorer=pkg.module:function"], 1, None),
+    (["gold.scorer=pkg.module"], 1, "--gold pkg.module: expected module:function"),
+    (["gold.scorer='a b:c'"], 1, "--gold a b:c: expected module:function"),
+    (["gold.scorer='file.py:c:d'"], 1, "--gold file.py:c:d: expected module:function"),
+]
+
+
+@pytest.mark.parametrize(("sets", "processes", "message"), SIZES)
+def test_sizes(sets: list[str], processes: int, message: str | None) -> None:
+    config = configure(*sets)
+    if message is None:
+        check_sizes(config, processes)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_sizes(config, processes)
+    assert message in str(caught.value)
+
+
+INPUTS = [
+    (["model.actor=missing/model/dir"], "--actor-model missing/model/dir: no such directory"),
+    (["model.actor=./missing"], "--actor-model ./missing: no such directory"),
+    (["model.actor=/missing"], "--actor-model /missing: no such directory"),
+    (["model.actor=plain-dir/x"], "--actor-model plain-dir/x: no such directory"),
+    (["model.actor=plain-dir"], "--actor-model plain-dir: has no config.json"),
+    (["model.actor=broken"], "--actor-model broken: config.json is not valid JSON"),
+    (["model.actor=file.txt"], "--actor-model file.txt: is a file"),
+    (["model.reward=plain-dir"], "--reward-model plain-dir: has no config.json"),
+    (["data.sources=[nope.jsonl]"], "--data nope.jsonl: no such file or directory"),
+    (["data.sources=[/nope]"], "--data /nope: no such file or directory"),
+    (["data.sft=[nope.csv]"], "--sft-data nope.csv: no such file"),
+    (["data.reward=[nope.parquet]"], "--reward-data nope.parquet: no such file"),
+    (["data.ppo=[nope.json.gz]"], "--ppo-data nope.json.gz: no such file"),
+    (["data.eval=[plain-dir/e]"], "--eval-data plain-dir/e: no such file"),
+    (["data.sources=[]", "data.sft=[pairs.jsonl]"], "reward has no data: name some with --data"),
+    (["data.split=0,4,4"], "data.split gives sft no rows"),
+    (
+        ["ppo.max_prompt_length=100", "ppo.max_response_length=29"],
+        "ppo.max_prompt_length 100 + ppo.max_response_length 29 = 129: base-model takes 128",
+    ),
+    (["data.max_length=129"], "data.max_length = 129: base-model takes 128 tokens"),
+    (
+        ["model.reward=facebook/opt-350m", "data.max_length=2049", "model.actor=some/model"],
+        "data.max_length = 2049: facebook/opt-350m takes 2048 tokens",
+    ),
+    (["stages=[ppo]"], "PPO needs a reward model"),
+]
+
+
+@pytest.mark.parametrize(("sets", "message"), INPUTS)
+def test_bad_inputs(model_dir: Path, data_file: Path, sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(configure(*sets), RunDirectory(Path("out")))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["model.actor=some/model"],
+        ["model.actor=gpt2", "data.sources=['org/set', 'org/set:config']"],
+        ["model.actor=facebook/opt-1.3b", "data.max_length=2048"],
+        ["ppo.max_prompt_length=100", "ppo.max_response_length=28"],
+        ["data.max_length=128"],
+        ["data.split=0,4,4", "data.sft=[pairs.jsonl]"],
+        ["data.split=0,4,4", "stages=[reward, ppo]"],
+        ["data.split=shared"],
+        ["stages=[ppo]", "model.reward=some/reward-model"],
+    ],
+)
+def test_good_inputs(model_dir: Path, data_file: Path, sets: list[str]) -> None:
+    check_inputs(configure(*sets), RunDirectory(Path("out")))

@@ -1,0 +1,195 @@
+"""A finished stage is reused only when nothing it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_app.config.load import load_config, parse_set
+from rlhf_app.config.schema import STAGES, RunConfig, StageName
+from rlhf_app.errors import ConfigError
+from rlhf_app.fingerprint import content_hash
+from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
+from rlhf_app.reuse import decide
+from rlhf_app.run_directory import RunDirectory
+
+
+@pytest.fixture
+def configure(
+    tmp_path: Path, model_dir: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunConfig]:
+    monkeypatch.chdir(tmp_path)
+
+    def build(*sets: str) -> RunConfig:
+        defaults = ["model.actor=base-model", "data.sources=[pairs.jsonl]"]
+        return load_config(overrides=[parse_set(s) for s in [*defaults, *sets]]).config
+
+    return build
+
+
+def finish(config: RunConfig, run: RunDirectory, stages: tuple[StageName, ...]) -> Manifest:
+    """What a run leaves behind, made by hand."""
+    manifest = Manifest(run.manifest, {})
+    for stage in stages:
+        run.artifact(stage).mkdir(parents=True)
+        (run.artifact(stage) / "weights").write_text(f"weights of {stage}")
+        run.result(stage).write_text("{}")
+        record = StageRecord(
+            status="finished",
+            settings=json.loads(json.dumps(stage_settings(config, stage))),
+            inputs=stage_fingerprints(config, run, stage),
+            started=1.0,
+            finished=2.0,
+            artifact_hash=content_hash(str(run.artifact(stage))),
+        )
+        manifest.put(stage, record)
+    return Manifest.load(run.manifest)
+
+
+def actions(
+    config: RunConfig, run: RunDirectory, manifest: Manifest, force: bool = False
+) -> list[str]:
+    return [decision.action for decision in decide(config, run, manifest, force=force)]
+
+
+def test_nothing_finished_runs_everything(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    assert actions(configure(), run, Manifest(run.manifest, {})) == ["run"] * 3
+
+
+def test_unchanged_is_reused_and_force_redoes_all(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    assert actions(configure(), run, manifest) == ["reuse"] * 3
+    assert actions(configure(), run, manifest, force=True) == ["run"] * 3
+
+
+def test_only_the_unfinished_runs(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, ("sft", "reward"))
+    assert actions(configure(), run, manifest) == ["reuse", "reuse", "run"]
+
+
+CHANGES = [
+    # (changed setting, message, actions under --force)
+    ("sft.epochs=2", "out/sft is finished, but would change: sft.epochs 1.0 -> 2.0", "run run run"),
+    ("reward.loss=token_wise", "reward.loss final_token -> token_wise", "reuse run run"),
+    ("ppo.kl_coef=0.2", "ppo.kl_coef 0.1 -> 0.2", "reuse reuse run"),
+    ("gold.scorer=a:b", "gold.scorer None -> a:b", "reuse reuse run"),
+    ("seed=1", "seed 1234 -> 1", "run run run"),
+    ("data.split=shared", "data.split [2.0, 4.0, 4.0] -> shared", "run run run"),
+    ("data.sources=[pairs.jsonl=2]", "data.sources ", "run run run"),
+]
+
+
+@pytest.mark.parametrize(("change", "message", "forced"), CHANGES)
+def test_changed_settings(
+    configure: Callable[..., RunConfig], change: str, message: str, forced: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    with pytest.raises(ConfigError) as caught:
+        actions(configure(change), run, manifest)
+    assert message in str(caught.value)
+    assert "--force" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert actions(configure(change), run, manifest, force=True) == forced.split()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "output_dir=elsewhere",
+        "deployment.type=cpu",
+        "deployment.num_processes=2",
+    ],
+)
+def test_where_it_runs_does_not_matter(configure: Callable[..., RunConfig], change: str) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    assert actions(configure(change), run, manifest) == ["reuse"] * 3
+
+
+def test_changed_data(configure: Callable[..., RunConfig], data_file: Path) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    data_file.write_text(data_file.read_text() + '{"prompt": "new"}\n')
+    with pytest.raises(ConfigError, match=r"data\.sources\[0\] \w{12} -> \w{12}"):
+        actions(configure(), run, manifest)
+
+
+def test_moved_data_is_the_same_data(configure: Callable[..., RunConfig], data_file: Path) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    data_file.rename("moved.jsonl")
+    assert actions(configure("data.sources=[moved.jsonl]"), run, manifest) == ["reuse"] * 3
+
+
+def test_changed_base_model(configure: Callable[..., RunConfig], model_dir: Path) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    (model_dir / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(ConfigError, match=r"out/sft is finished.*input model"):
+        actions(configure(), run, manifest)
+
+
+def test_an_edited_artifact_is_noticed(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    (run.artifact("sft") / "weights").write_text("edited")
+    with pytest.raises(ConfigError, match=r"would change: out/sft/model \w{12} -> \w{12}"):
+        actions(configure(), run, manifest)
+
+
+def test_a_stage_alone_sees_that_its_input_was_made_anew(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure("data.split=shared"), run, STAGES)
+    (run.artifact("reward") / "weights").write_text("trained again")
+    with pytest.raises(ConfigError, match=r"out/ppo is finished.*input reward"):
+        actions(configure("data.split=shared", "stages=[ppo]"), run, manifest)
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_half_done_runs_again(configure: Callable[..., RunConfig], status: str) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, ("sft",))
+    content = json.loads(run.manifest.read_text())
+    content["stages"]["sft"]["status"] = status
+    run.manifest.write_text(json.dumps(content))
+    manifest = Manifest.load(run.manifest)
+    assert actions(configure("stages=[sft]"), run, manifest) == ["run"]
+
+
+@pytest.mark.parametrize("lost", ["result.json", "model"])
+def test_lost_files_run_again(configure: Callable[..., RunConfig], lost: str) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, ("sft",))
+    (run.stage("sft") / lost).rename("gone")
+    assert actions(configure("stages=[sft]"), run, manifest) == ["run"]
+
+
+def test_finished_after_an_unfinished_one_is_not_overwritten(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure(), run, STAGES)
+    manifest.drop("sft")
+    with pytest.raises(ConfigError, match=r"out/reward is finished.*an earlier stage"):
+        actions(configure(), run, manifest)
+    assert actions(configure(), run, manifest, force=True) == ["run"] * 3
+
+
+def test_damaged_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    for text in ("{", "[]", '{"format": 1, "stages": {"sft": {"status": "finished"}}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="damaged"):
+            Manifest.load(path)
+    path.write_text('{"format": 99, "stages": {}}')
+    with pytest.raises(ConfigError, match="another version"):
+        Manifest.load(path)

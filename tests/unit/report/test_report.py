@@ -1,0 +1,144 @@
+"""Plan, summary and final table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_app.config.load import load_config, parse_set
+from rlhf_app.deployment.topology import Topology
+from rlhf_app.report.final_table import print_final_table
+from rlhf_app.report.plan import batch_lines, changed_settings, model_lines
+from rlhf_app.report.summary import write_summary
+from rlhf_app.run_directory import RunDirectory
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "sft": {
+        "wall_seconds": 10.0,
+        "startup_seconds": 2.0,
+        "steps": 5,
+        "eval_perplexity": {"before": 1234.5, "after": 2.25},
+        "rows": {},
+        "samples": [],
+    },
+    "reward": {
+        "wall_seconds": 20.0,
+        "startup_seconds": 3.0,
+        "steps": 6,
+        "eval_accuracy": 0.875,
+        "eval_margin": 0.5,
+        "rows": {},
+    },
+    "ppo": {
+        "wall_seconds": 75.0,
+        "startup_seconds": 4.0,
+        "updates": 7,
+        "gold": {"base": 0.125, "sft": 0.25, "ppo": 0.75},
+        "reward": {"base": -1.0, "sft": 0.0, "ppo": 1.5},
+        "kl_per_answer": {"base": None, "sft": 0.0, "ppo": 6.5},
+        "distinct_3": {"base": 0.9, "sft": 0.8, "ppo": 0.7},
+        "answer_length": {"base": 16.0, "sft": 12.0, "ppo": 11.0},
+        "rows": {},
+        "samples": [{"prompt": "why?", "base": "[/bold]", "sft": "dunno", "ppo": "because"}],
+    },
+}
+
+
+def finished(path: Path, *stages: str) -> RunDirectory:
+    run = RunDirectory(path)
+    for stage in stages:
+        result = path / stage / "result.json"
+        result.parent.mkdir(parents=True)
+        result.write_text(json.dumps(RESULTS[stage]))
+    return run
+
+
+def test_summary_has_the_documented_keys(tmp_path: Path) -> None:
+    run = finished(tmp_path, "sft", "reward", "ppo")
+    summary = write_summary(run)
+    assert json.loads(run.summary.read_text()) == summary
+    assert summary["stages"]["reward"] == {
+        "wall_seconds": 20.0,
+        "startup_seconds": 3.0,
+        "artifact": str(tmp_path / "reward" / "model"),
+    }
+    assert summary["total_wall_seconds"] == 105.0
+    assert summary["sft"]["eval_perplexity"] == {"before": 1234.5, "after": 2.25}
+    assert summary["reward"]["eval_accuracy"] == 0.875
+    for key in ("gold", "reward", "kl_per_answer", "distinct_3", "answer_length"):
+        assert summary["ppo"][key] == RESULTS["ppo"][key]
+
+
+def test_summary_of_some_stages(tmp_path: Path) -> None:
+    summary = write_summary(finished(tmp_path, "sft"))
+    assert set(summary) == {"stages", "sft", "total_wall_seconds"}
+
+
+def show(run: RunDirectory) -> str:
+    out = io.StringIO()
+    print_final_table(Console(file=out, width=160), run, write_summary(run))
+    return out.getvalue()
+
+
+def test_final_table(tmp_path: Path) -> None:
+    text = show(finished(tmp_path, "sft", "reward", "ppo"))
+    for part in (
+        "perplexity 1,234 -> 2.250",
+        "accuracy 0.875",
+        "gold 0.250 (sft) -> 0.750 (ppo)",
+        "1m15s",
+        "6.500",
+        "because",
+        "[/bold]",
+        str(tmp_path / "ppo" / "actor"),
+        str(tmp_path / "summary.json"),
+    ):
+        assert part in text
+
+
+def test_final_table_without_gold_or_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | {"gold": None})
+    text = show(finished(tmp_path / "a", "ppo"))
+    assert "gold score" not in text
+    assert "reward 0.000 (sft) -> 1.500 (ppo)" in text
+    assert "Policies" not in show(finished(tmp_path / "b", "sft"))
+
+
+def test_changed_settings_name_their_origin() -> None:
+    resolved = load_config(overrides=[parse_set("model.actor=a/b"), parse_set("sft.epochs=2")])
+    lines = changed_settings(resolved)
+    assert "sft.epochs = 2.0  (--set)" in lines
+    assert not any(line.startswith("reward.epochs") for line in lines)
+
+
+def test_models_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = ["model.actor=facebook/opt-1.3b", "ppo.actor.zero_stage=2"]
+    config = load_config(overrides=[parse_set(s) for s in sets]).config
+    lines = model_lines(config, RunDirectory(Path("out")))
+    # 331,196,416 of OPT-350M, and a head of 512 weights and a bias.
+    assert [(line.stage, line.role, line.parameters, line.zero) for line in lines] == [
+        ("sft", "model", "1,315,758,080", "ZeRO 0"),
+        ("reward", "model", "331,196,929", "ZeRO 0"),
+        ("ppo", "actor", "1,315,758,080", "ZeRO 2"),
+        ("ppo", "critic", "331,196,929", "ZeRO 0"),
+        ("ppo", "reference", "1,315,758,080", "frozen"),
+        ("ppo", "reward", "331,196,929", "frozen"),
+    ]
+
+
+def test_batches_of_a_plan() -> None:
+    sets = ["ppo.mini_batches=2", "ppo.ppo_epochs=3"]
+    config = load_config(overrides=[parse_set(s) for s in sets]).config
+    lines = batch_lines(config, Topology("cpu", "cpu", 2))
+    assert lines == [
+        "sft: 32 sequences a step = micro-batch 8 x accumulation 2 x processes 2",
+        "reward: 64 pairs a step = micro-batch 8 x accumulation 4 x processes 2",
+        "ppo: 64 answers an update = mini-batches 2 x micro-batch 8 x accumulation 2 x "
+        "processes 2; 6 optimizer step(s) an update",
+    ]
