@@ -26,6 +26,9 @@ _TOKEN, _POSITION, _COUNT, _REQUEST, _ALIVE, _STOPPED = range(6)
 
 # Tokens, padding included, of one prefill forward: bounds its activations.
 PREFILL_TOKENS = 16_384
+# A prefill this large is efficient; beyond it prompts join only while padding stays cheap.
+PREFILL_ENOUGH = {"cpu": 512, "cuda": 4096}
+PREFILL_PADDING = 1.25
 # Decode steps between looks at the finish flags; a look makes the host wait for the device.
 CUDA_POLL_STEPS = 8
 
@@ -163,12 +166,18 @@ class DecodeLoop:
     def _next_group(self) -> list[int]:
         """Requests of the next prefill: they fit the slots and the token bound."""
         free = self._slots - len(self._requests)
-        group = [self._waiting.popleft()]
+        enough = PREFILL_ENOUGH.get(self._model.device.type, PREFILL_TOKENS)
+        group: list[int] = []
+        real = 0
         while self._waiting and len(group) < free:
             # Sorted by length: the next prompt is the longest of the group it joins.
-            if len(self._prompts[self._waiting[0]]) * (len(group) + 1) > PREFILL_TOKENS:
+            length = len(self._prompts[self._waiting[0]])
+            padded = length * (len(group) + 1)
+            wasteful = padded > enough and padded > PREFILL_PADDING * (real + length)
+            if group and (padded > PREFILL_TOKENS or wasteful):
                 break
             group.append(self._waiting.popleft())
+            real += length
         return group
 
     def _prefill(self, group: list[int]) -> None:

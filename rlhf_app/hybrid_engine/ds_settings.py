@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def _read(config: str) -> dict[str, Any]:
     # DeepSpeed reads its files with hjson (comments, trailing commas): so must we.
     import hjson  # type: ignore[import-untyped]
 
-    path = Path(config)
     try:
-        text = path.read_text() if path.exists() else base64.urlsafe_b64decode(config).decode()
+        # os.path: Path.exists raises where base64 is too long for a file name.
+        is_file = os.path.exists(config)
+        text = Path(config).read_text() if is_file else base64.urlsafe_b64decode(config).decode()
         loaded = hjson.loads(text, object_pairs_hook=_no_duplicates)
     except (OSError, ValueError) as error:  # bad base64, bad UTF-8 and bad JSON are ValueErrors
         raise ConfigError(

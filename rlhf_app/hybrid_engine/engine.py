@@ -12,6 +12,7 @@ The drop-in for `deepspeed.initialize` with DeepSpeed's own `hybrid_engine` keys
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +98,6 @@ def initialize(
 
 def _without_config(args: Any) -> Any:
     """A copy of the caller's arguments that names no config: it is passed as a dict."""
-    import copy
-
     copied = copy.copy(args)
     for name in ("deepspeed_config", "deepscale_config"):
         if getattr(copied, name, None) is not None:
@@ -156,7 +155,7 @@ class HybridEngine:
         self.breakdown = Breakdown()
         self._current = Breakdown()
         self._since = time.perf_counter()
-        self._mode = "train" if engine.module.training else "eval"
+        self._mode = "start"  # no iteration yet: set-up time belongs to none
 
     def __getattr__(self, name: str) -> Any:
         if name in HybridEngine._OWN:  # not yet set: never look for it in the other engine
@@ -189,7 +188,9 @@ class HybridEngine:
         """Switch to generating and scoring; an iteration starts here."""
         if self._mode != "eval":
             self._close_interval()
-            self.breakdown, self._current = self._current, Breakdown()
+            if self._mode == "train":
+                self.breakdown = self._current
+            self._current = Breakdown()
             self._mode = "eval"
         self.deepspeed_engine.eval()
         return self

@@ -69,9 +69,11 @@ def read_request(
         ConfigError: a row without any token.
     """
     arguments = dict(arguments)
-    config, extras = model._prepare_generation_config(
-        arguments.pop("generation_config", None), **arguments
-    )
+    given = arguments.pop("generation_config", None)
+    config, extras = model._prepare_generation_config(given, **arguments)
+    # Without a length of the caller's, transformers' rule for its default applies, not ours.
+    if arguments.get("max_length") is None and (given is None or given.max_length is None):
+        config.max_length = None
     request = Request(return_dict=bool(config.return_dict_in_generate))
     request.reasons = _unsupported(config, extras)
     if input_ids is None or input_ids.dim() != 2:

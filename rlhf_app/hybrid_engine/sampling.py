@@ -165,16 +165,16 @@ class Sampler:
             tokens [B] int64 and their log-probs [B] fp32 under the filtered distribution.
         """
         z = self.filtered(logits_BV)
-        logprobs_BV = torch.log_softmax(z, dim=1)
+        probs_BV = torch.softmax(z, dim=1)
         if self._params.greedy:
             tokens_B1 = z.argmax(dim=1, keepdim=True)
         else:
             # fp64: in fp32 the tail of a large vocabulary is below the spacing of the CDF.
-            cdf = torch.cumsum(logprobs_BV.exp(), dim=1, dtype=torch.float64)
+            cdf = torch.cumsum(probs_BV, dim=1, dtype=torch.float64)
             tokens_B1 = torch.searchsorted(cdf, uniforms_B[:, None] * cdf[:, -1:], right=True)
             # Only NaN logits get here: keep the index legal, the NaN log-prob tells the rest.
             tokens_B1 = tokens_B1.clamp_(max=z.shape[1] - 1)
-        return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
+        return tokens_B1[:, 0], probs_BV.gather(1, tokens_B1)[:, 0].log()
 
 
 def _keep_top_p(z_BV: torch.Tensor, top_p: float) -> torch.Tensor:

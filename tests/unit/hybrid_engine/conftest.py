@@ -1,0 +1,155 @@
+"""Tiny random models of many families, built in the test: nothing is downloaded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import transformers as tf
+
+VOCAB = 97
+_LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": VOCAB, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "n_embd": 32, "n_layer": 3, "n_head": 4,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_OPT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "dropout": 0.0, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
+
+CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "opt": lambda: tf.OPTConfig(**_OPT, word_embed_proj_dim=32),
+    "opt-350m": lambda: tf.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "gpt2": lambda: tf.GPT2Config(**_GPT2),
+    "gpt2-inverse-layer-scale": lambda: tf.GPT2Config(
+        **_GPT2, scale_attn_by_inverse_layer_idx=True
+    ),
+    "gptj": lambda: tf.GPTJConfig(**_GPT2, rotary_dim=4),
+    "codegen": lambda: tf.CodeGenConfig(**_GPT2, rotary_dim=4),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**_NEOX),
+    "llama": lambda: tf.LlamaConfig(**_LLAMA),
+    "llama-mha": lambda: tf.LlamaConfig(**{**_LLAMA, "num_key_value_heads": 4}),
+    "qwen2": lambda: tf.Qwen2Config(**_LLAMA),
+    "qwen2-window": lambda: tf.Qwen2Config(
+        **_LLAMA, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
+    "qwen3": lambda: tf.Qwen3Config(**_LLAMA, head_dim=8),
+    "mistral-window": lambda: tf.MistralConfig(**_LLAMA, sliding_window=5),
+    "gemma2": lambda: tf.Gemma2Config(
+        **_LLAMA, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=8, final_logit_softcapping=4.0,
+    ),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **_LLAMA, head_dim=8, sliding_window=5, query_pre_attn_scalar=8,
+    ),
+    "phi": lambda: tf.PhiConfig(**_LLAMA),
+    "phi3": lambda: tf.Phi3Config(**_LLAMA),
+    "olmo2": lambda: tf.Olmo2Config(**_LLAMA),
+    "smollm3": lambda: tf.SmolLM3Config(**_LLAMA),
+    "mixtral": lambda: tf.MixtralConfig(
+        **_LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    # Outside the workspace: attention elsewhere, positions in the mask, or attention sinks.
+    "gpt-neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]], window_size=4, bos_token_id=1, eos_token_id=2,
+    ),
+    "bloom": lambda: tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2,
+    ),
+    "falcon": lambda: tf.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        alibi=True, new_decoder_architecture=False, bos_token_id=1, eos_token_id=2,
+    ),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **_LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=4,
+    ),
+}  # fmt: skip
+
+Build = Callable[[str], tf.PreTrainedModel]
+
+
+def build_model(family: str, seed: int = 0) -> tf.PreTrainedModel:
+    """A fp32 model in eval mode whose weights are wide enough to make varied text."""
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                weight.normal_(0, 0.25)
+            elif "bias" in name:
+                weight.normal_(0, 0.1)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def build() -> Build:
+    """`build(family)` makes a fresh model."""
+    return build_model
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """24 ragged prompts of 1 to 12 tokens, free of special ids."""
+    draw = random.Random(0)
+    lengths = [1, 12, *(draw.randint(1, 12) for _ in range(22))]
+    return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+Greedy = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="session")
+def hf_greedy() -> Greedy:
+    """Greedy answers of transformers' own generate, left-padded, never ended early."""
+
+    def run(
+        model: tf.PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int
+    ) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        kept, model.generation_config = model.generation_config, tf.GenerationConfig()
+        try:
+            out = model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
+            )
+        finally:
+            model.generation_config = kept
+        return out[:, longest:].tolist()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_same_greedy() -> Callable[..., None]:
+    """Tokens equal; at most 1 % of rows may part, and only where two logits tie to 1e-4."""
+
+    def check(
+        model: tf.PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        got: list[list[int]],
+        want: list[list[int]],
+    ) -> None:
+        different = [i for i in range(len(prompts)) if got[i] != want[i]]
+        assert len(different) <= 0.01 * len(prompts), f"{len(different)} rows differ"
+        for row in different:
+            same = next(i for i, (a, b) in enumerate(zip(got[row], want[row])) if a != b)  # noqa: B905
+            with torch.no_grad():
+                ids = torch.tensor([[*prompts[row], *want[row][:same]]])
+                top = model(ids).logits[0, -1].topk(2).values
+            assert top[0] - top[1] < 1e-4
+        assert len({token for row in want for token in row}) >= 8, "degenerate text"
+
+    return check

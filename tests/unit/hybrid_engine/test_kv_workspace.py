@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
+
+CPU = torch.device("cpu")
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 8, 6), LayerShape(2, 4, 4)]
+
+
+@pytest.fixture
+def workspace() -> KVWorkspace:
+    made = KVWorkspace(SHAPES, torch.float32, CPU)
+    made.borrow(3, 5)
+    return made
+
+
+def test_layers_have_their_own_shapes_and_bytes(workspace):
+    assert [tuple(k.shape) for k in workspace.keys] == [(3, 2, 5, 4), (3, 1, 5, 8), (3, 2, 5, 4)]
+    assert [tuple(v.shape) for v in workspace.values] == [(3, 2, 5, 4), (3, 1, 5, 6), (3, 2, 5, 4)]
+    tensors = [*workspace.keys, *workspace.values]
+    assert workspace.nbytes == sum(t.numel() * 4 for t in tensors) == 2760
+    workspace.keys[0][0, 0, 0, 0] = 1.0
+    assert workspace.keys[2][0, 0, 0, 0] == 0.0
+
+
+def test_a_large_enough_workspace_is_kept_and_cleared(workspace):
+    address = workspace.keys[1].data_ptr()
+    workspace.keys[1].fill_(float("nan"))
+    workspace.borrow(2, 4)
+    assert workspace.keys[1].data_ptr() == address
+    assert not workspace.keys[1].any()
+    workspace.borrow(4, 4)
+    assert (workspace.slots, workspace.positions) == (4, 5)
+
+
+def test_release_gives_everything_back(workspace):
+    workspace.release()
+    assert workspace.nbytes == 0
+    assert workspace.keys == []
+    with pytest.raises(IndexError, match="holds 0 rows"):
+        workspace.check(1, 1)
+
+
+@pytest.mark.parametrize(("slots", "positions"), [(4, 1), (1, 6)])
+def test_out_of_bounds_is_an_index_error(workspace, slots, positions):
+    workspace.check(3, 5)
+    with pytest.raises(IndexError, match="holds 3 rows of 5 tokens"):
+        workspace.check(slots, positions)
+
+
+def test_move_copies_the_live_part_of_rows_in_every_layer(workspace):
+    for index, tensor in enumerate([*workspace.keys, *workspace.values]):
+        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 1000 * index)
+    before = [t.clone() for t in [*workspace.keys, *workspace.values]]
+    workspace.move([2], [0], 3)
+    for old, new in zip(before, [*workspace.keys, *workspace.values], strict=True):
+        assert torch.equal(new[0, :, :3], old[2, :, :3])
+        assert torch.equal(new[0, :, 3:], old[0, :, 3:])
+        assert torch.equal(new[1:], old[1:])
+
+
+def test_allocation_is_tried_twice(monkeypatch):
+    workspace = KVWorkspace(SHAPES, torch.float32, CPU)
+    real, calls = torch.zeros, []
+
+    def zeros(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    workspace.borrow(3, 5)
+    assert workspace.nbytes == 2760
+
+
+def test_two_failures_are_an_error_with_the_bytes_wanted(monkeypatch):
+    workspace = KVWorkspace(SHAPES, torch.float32, CPU)
+
+    def zeros(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(RuntimeError, match="3 rows of 5 tokens needs 2760 bytes, free on cpu"):
+        workspace.borrow(3, 5)
+    assert workspace.nbytes == 0

@@ -1,0 +1,42 @@
+"""The fallback gives the engine's own answers: same randomness, log-probs and stop rules."""
+
+import pytest
+import torch
+import transformers as tf
+
+from rlhf_app.config.schema import HybridEngineSettings
+from rlhf_app.hybrid_engine import Generator, SamplingParams
+
+
+@pytest.mark.parametrize("max_slots", [None, 5])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(12, seed=4, stop_ids=(2, 30, 31)),
+        SamplingParams(12, temperature=0.6, top_k=9, top_p=0.9, suppress_ids=(40, 41)),
+        SamplingParams(12, greedy=True, stop_ids=(30,)),
+    ],
+    ids=["stops", "filters", "greedy"],
+)
+def test_native_equals_the_engine(params, max_slots, build, prompts):
+    model = build("llama")
+    want = Generator(model).rollout(prompts, params)
+    native = Generator(model, HybridEngineSettings(enabled=False))
+    got = native.rollout(prompts, params, max_slots=max_slots)
+    assert got.tokens == want.tokens
+    assert got.stopped == want.stopped
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+    assert got.timings.generated_tokens == sum(map(len, want.tokens))
+
+
+def test_the_models_own_generation_defaults_play_no_part(build, prompts):
+    model = build("bloom")
+    params = SamplingParams(10, greedy=True)
+    want = Generator(model).rollout(prompts, params).tokens
+    config = tf.GenerationConfig(
+        repetition_penalty=5.0, eos_token_id=list(range(97)), suppress_tokens=[5, 6, 7]
+    )
+    model.generation_config = config
+    assert Generator(model).rollout(prompts, params).tokens == want
+    assert model.generation_config is config
