@@ -8,10 +8,14 @@ Each stage runs in processes of its own, so its memory is really free before the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -92,7 +96,8 @@ def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console)
     from data_sources.embedded import prepare
 
     _say(console, f"no --actor-model and no data: the built-in model and task in {run.embedded}")
-    task = prepare(run.embedded, config.seed)
+    with _quiet_libraries():
+        task = prepare(run.embedded, config.seed)
     return with_values(
         config,
         {
@@ -104,6 +109,20 @@ def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console)
             "gold.scorer": config.gold.scorer or task.gold,
         },
     )
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Keep import-time warnings and progress bars of libraries off the user's screen.
+
+    Errors are exceptions and come through.
+    """
+    logging.disable(logging.WARNING)
+    try:
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _check_seed(config: RunConfig, run: RunDirectory, manifest: Manifest, force: bool) -> None:
