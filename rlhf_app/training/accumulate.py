@@ -70,6 +70,7 @@ def optimizer_step(
     """
     assert len(micro_batches) > 0
     assert total_weight > 0
+    step = engine.global_steps + 1
     scale = dist.world_size / total_weight
     names: list[str] = []
     totals: torch.Tensor | None = None
@@ -87,7 +88,7 @@ def optimizer_step(
     if summed[-1] or not math.isfinite(summed[0]):
         raise NonFiniteError(
             f"the loss is not finite ({summed[0]}) on {int(summed[-1])} of {dist.world_size} ranks "
-            f"at optimizer step {engine.global_steps + 1}: nothing was updated. "
+            f"at optimizer step {step}: nothing was updated. "
             "Lower the learning rate, or use dtype bf16 or fp32"
         )
     lr = engine.get_lr()[0]
@@ -95,7 +96,7 @@ def optimizer_step(
     engine.step()
     skipped = bool(getattr(engine.optimizer, "overflow", False))
     if skipped and not engine.fp16_enabled():
-        raise _grad_error(engine, "inf or nan")
+        raise _grad_error(step, "inf or nan")
     if grad_norm is None:
         grad_norm = float(engine.get_global_grad_norm() or 0.0)
     return StepStats(
@@ -117,7 +118,7 @@ def refuse_non_finite_norm(engine: Any) -> None:
     """
     norm = float(engine.optimizer._global_grad_norm)
     if not math.isfinite(norm):
-        raise _grad_error(engine, str(norm))
+        raise _grad_error(engine.global_steps + 1, str(norm))
 
 
 def _plain_grad_norm(engine: Any) -> float | None:
@@ -129,13 +130,13 @@ def _plain_grad_norm(engine: Any) -> float | None:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
-            raise _grad_error(engine, str(norm))
+            raise _grad_error(engine.global_steps + 1, str(norm))
         return norm
     return None
 
 
-def _grad_error(engine: Any, norm: str) -> NonFiniteError:
+def _grad_error(step: int, norm: str) -> NonFiniteError:
     return NonFiniteError(
-        f"the gradient norm is not finite ({norm}) at optimizer step {engine.global_steps + 1} "
+        f"the gradient norm is not finite ({norm}) at optimizer step {step} "
         "although the loss is: nothing was updated. Lower the learning rate, or use dtype fp32"
     )

@@ -1,0 +1,97 @@
+"""Run by `test_scaling.py`, alone or under torchrun: trains one model in many ways.
+
+Usage: scaling_worker.py OUTPUT. Rank 0 saves {case name: state dict or error text of each rank}.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data_sources.examples import SequenceExample
+from rlhf_app.config.schema import SFTConfig
+from rlhf_app.training.accumulate import NonFiniteError, optimizer_step
+from rlhf_app.training.batching import rank_slices
+from rlhf_app.training.deepspeed_config import engine_for
+from rlhf_app.training.distributed import close, setup
+from rlhf_app.training.saving import gather_state_dict
+from stages.sft.batches import collate, target_tokens
+from stages.sft.loss import response_loss
+
+STEPS, LR = 3, 0.5
+ROWS = [(5, 2), (9, 4), (3, 1), (12, 9), (7, 3)]  # (length, start of the answer)
+
+
+def rows() -> list[SequenceExample]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 31, (n,), generator=generator).tolist() for n, _ in ROWS]
+    return [SequenceExample(str(i), ids[i], start, False) for i, (_, start) in enumerate(ROWS)]
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def train(dist, zero_stage, micro, clip, poison_rank=None):
+    settings = SFTConfig(
+        learning_rate=LR, lr_schedule="constant", warmup_ratio=0, max_grad_norm=clip,
+        zero_stage=zero_stage,
+    )  # fmt: skip
+    engine = engine_for(
+        model(), settings, dtype=torch.float32, micro_batch_size=micro, total_steps=STEPS,
+        dist=dist, make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
+    )  # fmt: skip
+    data = rows()
+    tokens = sum(target_tokens(row, "response") for row in data)
+
+    def loss_fn(batch):
+        logits = engine(input_ids=batch.input_ids_BT, use_cache=False).logits
+        loss, sums = response_loss(logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
+        return (loss * float("nan") if poison_rank == dist.rank else loss), sums
+
+    slices = rank_slices(
+        range(len(data)), [len(r.input_ids) for r in data], micro, dist.rank, dist.world_size
+    )
+    batches = [
+        collate([data[i] for i in part], "response", 0, dist.device, limit=16, filler=data[0])
+        for part in slices
+    ]
+    losses = []
+    error = ""
+    try:
+        losses = [optimizer_step(engine, batches, loss_fn, tokens, dist).loss for _ in range(STEPS)]
+    except NonFiniteError as caught:
+        error = str(caught)
+    return {
+        "state": gather_state_dict(engine.module, dist),
+        "losses": losses,
+        "errors": dist.gather_objects(error),
+    }
+
+
+def main(output: str) -> None:
+    dist = setup()
+    results = {}
+    try:
+        for zero_stage in (0, 2, 3):
+            for micro in (1, 2, 8):
+                results[f"zero{zero_stage} micro{micro}"] = train(dist, zero_stage, micro, 0.0)
+            results[f"zero{zero_stage} clipped"] = train(dist, zero_stage, 2, 0.25)
+            poison = dist.world_size - 1
+            results[f"zero{zero_stage} poisoned"] = train(dist, zero_stage, 2, 0.0, poison)
+        if dist.is_main:
+            torch.save(results, Path(output))
+    finally:
+        close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,88 @@
+"""The same parameters after k SGD steps for any ranks, ZeRO stage and micro-batch size.
+
+The reference is plain autograd, one row at a time and without padding. SGD, not Adam: Adam
+divides by the gradient's size and would hide a wrong scale.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+WORKER = Path(__file__).with_name("scaling_worker.py")
+CASES = [f"zero{stage} {kind}" for stage in (0, 2, 3) for kind in ("micro1", "micro2", "micro8")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def worker():
+    spec = importlib.util.spec_from_file_location("scaling_worker", WORKER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def results(request, tmp_path_factory, repo_root):
+    output = tmp_path_factory.mktemp("scaling") / "results.pt"
+    command = [sys.executable, str(WORKER), str(output)]
+    if request.param > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={request.param}"]
+        command[1:1] = [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}"]
+    environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=repo_root, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(output, weights_only=True)
+
+
+def reference(worker, clip):
+    model = worker.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=worker.LR)
+    losses = []
+    for _ in range(worker.STEPS):
+        total, count = 0.0, 0
+        for row in worker.rows():
+            ids = torch.tensor([row.input_ids])
+            logits = model(input_ids=ids).logits[0, row.response_start - 1 : -1]
+            total = total + F.cross_entropy(logits, ids[0, row.response_start :], reduction="sum")
+            count += len(row.input_ids) - row.response_start
+        (total / count).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / count).item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"zero{stage} clipped" for stage in (0, 2, 3))])
+def test_equals_plain_autograd(worker, results, case):
+    expected, losses = reference(worker, 0.25 if "clipped" in case else 0.0)
+    start = worker.model().state_dict()
+    assert results[case]["losses"] == pytest.approx(losses, rel=1e-6)
+    for name, value in results[case]["state"].items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6, msg=name)
+    moved = max((results[case]["state"][n] - start[n]).abs().max() for n in start)
+    assert moved > 1e-2, "the steps must be large enough to tell scales apart"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_nan_on_one_rank_stops_all_with_weights_untouched(worker, results, stage):
+    result = results[f"zero{stage} poisoned"]
+    start = worker.model().state_dict()
+    assert all(" 1 of " in error and "nan" in error for error in result["errors"])
+    for name, value in result["state"].items():
+        assert torch.equal(value, start[name])
