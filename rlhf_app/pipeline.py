@@ -70,7 +70,13 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
             _check_seed(config, run, manifest, force)
             config = use_embedded_default(config, run, console)
             check_inputs(config, run)
-        config = with_values(config, {"deployment.type": topology.type})
+        config = with_values(
+            config,
+            {
+                "deployment.type": topology.type,
+                "deployment.num_processes": topology.num_processes,
+            },
+        )
         decisions = decide(config, run, manifest, force=force)
         _write_config(config, run)
         for decision in decisions:

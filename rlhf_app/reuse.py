@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_app.config.schema import RunConfig, StageName
+from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
@@ -47,6 +47,7 @@ def decide(
     Raises:
         ConfigError: a finished stage would come out differently now, and `force` is off.
     """
+    _check_upstream(config, run, manifest)
     decisions: list[Decision] = []
     redo = False
     for stage in config.stages:
@@ -96,6 +97,29 @@ def differences(
             f"{run.artifact(stage)} {_short_hash(record.artifact_hash)} -> {_short_hash(made)}"
         )
     return changes
+
+
+def _check_upstream(config: RunConfig, run: RunDirectory, manifest: Manifest) -> None:
+    """An artifact that is taken from an earlier run must come from the models named now.
+
+    Without this check `rlhf ppo --actor-model B` would silently go on with an SFT model of A.
+    """
+    sources: tuple[tuple[StageName, str, str | None], ...] = (
+        ("sft", "--actor-model", config.model.actor),
+        ("reward", "--reward-model", config.model.reward),
+    )
+    for stage, flag, model in sources:
+        record = manifest.stages.get(stage)
+        later = any(STAGES.index(chosen) > STAGES.index(stage) for chosen in config.stages)
+        if model is None or stage in config.stages or not later or record is None:
+            continue
+        made_from = record.inputs.get("input model")
+        if _is_finished(run, stage, record) and made_from != content_hash(model):
+            raise ConfigError(
+                f"{run.stage(stage)} was made from another model than {flag} {model}; redo it "
+                f"with --stages {','.join(STAGES[STAGES.index(stage) :])} --force, or use "
+                "another --output-dir"
+            )
 
 
 def _is_finished(run: RunDirectory, stage: StageName, record: StageRecord) -> bool:

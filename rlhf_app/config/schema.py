@@ -40,14 +40,24 @@ class Section(BaseModel):
     )
 
 
+def _expand_home(value: object) -> object:
+    """A shell expands `~` in flags; nobody else does it in YAML files."""
+    if isinstance(value, str) and (value == "~" or value.startswith("~/")):
+        return str(Path(value).expanduser())
+    return value
+
+
+Location = Annotated[str, BeforeValidator(_expand_home)]
+
+
 class ModelConfig(Section):
     """Which models take part, and how they are held in memory."""
 
-    actor: str | None = Field(
+    actor: Location | None = Field(
         None,
         description="Base causal LM: a directory or Hub id. Unset: the embedded default model.",
     )
-    reward: str | None = Field(
+    reward: Location | None = Field(
         None,
         description="Base of the reward model. Unset: facebook/opt-350m for OPT actors on the "
         "Hub, else the SFT artifact (or the actor when SFT is not run).",
@@ -64,7 +74,9 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """One data source and its share in the blend."""
 
-    path: str = Field(description="File, directory or Hub dataset id (id:config for a config).")
+    path: Location = Field(
+        description="File, directory or Hub dataset id (id:config for a config)."
+    )
     weight: float = Field(
         1.0, gt=0, description="Relative weight in the blend; 1 takes every row once."
     )
@@ -325,7 +337,9 @@ class RunConfig(Section):
     """One run, whole."""
 
     seed: int = Field(1234, ge=0, description="Of data order, initialisation and sampling.")
-    output_dir: Path = Field(Path("output"), description="The run directory.")
+    output_dir: Annotated[Path, BeforeValidator(_expand_home)] = Field(
+        Path("output"), description="The run directory."
+    )
     stages: tuple[StageName, ...] = Field(STAGES, description="Stages to run, in order.")
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig, description="Workers.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Models.")

@@ -117,6 +117,15 @@ def test_split_shares(value: str) -> None:
     assert load_config(overrides=[parse_set(f"data.split={value}")]).config.data.split == (2, 4, 4)
 
 
+def test_home_is_expanded_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    sets = ["model.actor=~/m", "data.sources=['~/d.jsonl=2']", "output_dir=~/out", "seed=1"]
+    config = load_config(overrides=[parse_set(s) for s in sets]).config
+    assert config.model.actor == "/home/someone/m"
+    assert config.data.sources[0].path == "/home/someone/d.jsonl"
+    assert config.output_dir == Path("/home/someone/out")
+
+
 def test_split_shared() -> None:
     assert load_config(overrides=[parse_set("data.split=shared")]).config.data.split == "shared"
 

@@ -154,6 +154,21 @@ def test_a_stage_alone_sees_that_its_input_was_made_anew(
         actions(configure("data.split=shared", "stages=[ppo]"), run, manifest)
 
 
+def test_artifacts_of_another_base_model_are_refused(
+    configure: Callable[..., RunConfig], model_dir: Path
+) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure("data.split=shared"), run, ("sft", "reward"))
+    assert actions(configure("stages=[ppo]"), run, manifest) == ["run"]
+    # The name alone does not matter, the content does.
+    model_dir.rename("renamed")
+    assert actions(configure("stages=[ppo]", "model.actor=renamed"), run, manifest) == ["run"]
+    for flag, key in (("--actor-model", "model.actor"), ("--reward-model", "model.reward")):
+        config = configure("stages=[ppo]", "model.actor=renamed", f"{key}=another/model")
+        with pytest.raises(ConfigError, match=f"made from another model than {flag} another"):
+            actions(config, run, manifest)
+
+
 @pytest.mark.parametrize("status", ["running", "failed"])
 def test_half_done_runs_again(configure: Callable[..., RunConfig], status: str) -> None:
     run = RunDirectory(Path("out"))
