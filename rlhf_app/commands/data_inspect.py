@@ -73,20 +73,20 @@ def inspect(
     name: StageName | None = next((s for s in STAGES if s == stage), None)
     if name is None:
         raise ConfigError(f"--stage {stage} is no stage; use one of {', '.join(STAGES)}")
-    given = {
-        "data.sources": data,
-        "data.sft": sft_data,
-        "data.reward": reward_data,
-        "data.ppo": ppo_data,
-        "data.eval": eval_data,
-        "data.split": data_split,
-        "data.chat_format": chat_format,
-        "data.max_length": max_length,
+    given: dict[str, tuple[str, object]] = {
+        "data.sources": ("--data", data),
+        "data.sft": ("--sft-data", sft_data),
+        "data.reward": ("--reward-data", reward_data),
+        "data.ppo": ("--ppo-data", ppo_data),
+        "data.eval": ("--eval-data", eval_data),
+        "data.split": ("--data-split", data_split),
+        "data.chat_format": ("--chat-format", chat_format),
+        "data.max_length": ("--max-length", max_length),
         # Everything readable is shown; a run refuses sources with many unusable rows.
-        "data.max_bad_fraction": 1.0,
+        "data.max_bad_fraction": ("", 1.0),
     }
-    values = {key: value for key, value in given.items() if value}
-    config = validate(values, {key: "--" + key.removeprefix("data.") for key in values})
+    values = {key: value for key, (_, value) in given.items() if value}
+    config = validate(values, {key: given[key][0] for key in values})
     console = Console(highlight=False)
     read, seen = _remembering(config)
 
