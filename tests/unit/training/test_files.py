@@ -29,9 +29,14 @@ def test_failure_leaves_the_old_directory(tmp_path):
     target = tmp_path / "model"
     target.mkdir()
     (target / "old").write_text("1")
-    with pytest.raises(OSError, match="disk full"), atomic_directory(target) as temporary:
-        (temporary / "new").write_text("2")
-        raise OSError("disk full")
+
+    def write_half() -> None:
+        with atomic_directory(target) as temporary:
+            (temporary / "new").write_text("2")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
     assert [p.name for p in target.iterdir()] == ["old"]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 

@@ -1,0 +1,91 @@
+"""A tiny byte-level language model, and a way to run one stage over any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+RunStage = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory) -> Path:
+    """A random Llama whose tokens are bytes; its padding token is its EOS."""
+    import transformers as tf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"</s>": 0, "<s>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
+    fast = Tokenizer(models.BPE(vocabulary, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    tf.PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="</s>", bos_token="<s>", pad_token="</s>"
+    ).save_pretrained(path)
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        bos_token_id=1, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    tf.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
+    """Runs a stage with the given settings; returns result.json and the metrics records."""
+
+    def run(
+        stage: str, rows: list[dict[str, Any]], model: Path, *, ranks: int = 1, **settings: Any
+    ) -> dict[str, Any]:
+        out = tmp_path / f"{stage}-{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        data = out / "data.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = {
+            "output_dir": str(out),
+            "stages": [stage],
+            "model": {"actor": str(model), "dtype": settings.pop("dtype", "auto")},
+            "data": {
+                "sources": [{"path": str(data)}],
+                "split": "shared",
+                "chat_format": "plain",
+                **settings.pop("data", {}),
+            },
+            stage: settings,
+        }
+        (out / "test_config.json").write_text(json.dumps(config))
+        worker = [str(Path(__file__).with_name("stage_runs.py")), str(out), stage]
+        launcher = []
+        if ranks > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+            launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *launcher, *worker],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = (out / stage / "metrics.jsonl").read_text().splitlines()
+        result = json.loads((out / stage / "result.json").read_text())
+        return {
+            "result": result,
+            "metrics": [json.loads(line) for line in lines],
+            "model": out / stage / "model",
+        }
+
+    return run

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data_sources.examples import SequenceExample
+from stages.sft.batches import collate, target_tokens
+from stages.sft.loss import response_loss
+
+CPU = torch.device("cpu")
+PAD = EOS = 2
+
+
+def example(ids, start, truncated=False):
+    return SequenceExample("u", ids, start, truncated)
+
+
+def batch_of(rows, loss_on="response"):
+    return collate(rows, loss_on, PAD, CPU, limit=64, filler=example([5, 6], 1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            bos_token_id=1,
+            eos_token_id=EOS,
+        )  # fmt: skip
+    )
+
+
+def loss_of(model, batch):
+    keep = batch.logits_needed
+    logits = model(input_ids=batch.input_ids_BT, logits_to_keep=keep).logits
+    return response_loss(
+        logits[:, :-1], batch.input_ids_BT[:, -keep:][:, 1:], batch.mask_BT[:, -keep:][:, 1:]
+    )
+
+
+def hf_loss(model, row, loss_on="response"):
+    """transformers' own loss of one row alone, as a sum."""
+    ids = torch.tensor([row.input_ids])
+    labels = ids.clone()
+    labels[:, : row.response_start if loss_on == "response" else 0] = -100
+    mean = model(input_ids=ids, labels=labels).loss
+    return mean * int((labels[:, 1:] != -100).sum())
+
+
+def test_uniform_logits_cost_log_v_per_token():
+    logits = torch.zeros(2, 3, 7)
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    loss, sums = response_loss(logits, torch.zeros(2, 3, dtype=torch.long), mask)
+    assert loss.item() == pytest.approx(3 * math.log(7), rel=1e-6)
+    assert sums["correct"].item() == 3  # argmax of a tie is the first id, the target
+
+
+def test_one_token_by_hand():
+    logits = torch.tensor([[[1.0, 2.0, 4.0], [9.0, 0.0, 0.0]]])
+    loss, sums = response_loss(logits, torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
+    expected = math.log(math.exp(1) + math.exp(2) + math.exp(4)) - 2
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert sums["correct"].item() == 0
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    logits = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets, mask = torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool)
+    loss, _ = response_loss(logits, targets, mask)
+    exact, _ = response_loss(logits.double().float(), targets, mask)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_on", ["response", "all"])
+def test_equals_the_loss_of_transformers_row_by_row(model, loss_on):
+    rows = [
+        example([1, 7, 8, 9, 10, EOS], 3),
+        example([1, 7, EOS], 2),
+        example([1, 4, 5, 6, 7, 8, 9, 10, 11, EOS], 1),
+    ]
+    loss, _ = loss_of(model, batch_of(rows, loss_on))
+    expected = sum(hf_loss(model, row, loss_on) for row in rows)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_batch_of_one(model):
+    row = example([1, 7, 8, EOS], 2)
+    loss, _ = loss_of(model, batch_of([row]))
+    assert loss.item() == pytest.approx(hf_loss(model, row).item(), rel=1e-6)
+
+
+def test_eos_carries_loss_once_though_it_is_the_padding():
+    rows = [example([1, 7, 8, EOS], 2), example([1, 7, 8, 9, 10, 11, EOS], 2)]
+    batch = batch_of(rows)
+    labelled = batch.input_ids_BT[batch.mask_BT]
+    assert labelled.tolist() == [8, EOS, 8, 9, 10, 11, EOS]
+    assert batch.input_ids_BT[0].tolist() == [1, 7, 8, EOS, PAD, PAD, PAD]
+
+
+def test_an_eos_in_the_prompt_carries_no_loss():
+    batch = batch_of([example([EOS, 7, EOS, 8, EOS], 3)])
+    assert batch.mask_BT.tolist() == [[False, False, False, True, True]]
+
+
+def test_an_empty_answer_is_its_stop_token_alone(model):
+    row = example([1, 7, 8, EOS], 3)
+    batch = batch_of([row])
+    assert batch.mask_BT.tolist() == [[False, False, False, True]]
+    assert target_tokens(row, "response") == 1
+    loss, _ = loss_of(model, batch)
+    logits = model(input_ids=torch.tensor([row.input_ids])).logits[0, 2]
+    assert loss.item() == pytest.approx(-logits.log_softmax(-1)[EOS].item(), rel=1e-5)
+
+
+def test_the_first_token_is_never_a_target():
+    assert target_tokens(example([5, 6, 7], 0), "response") == 2
+    assert target_tokens(example([5, 6, 7], 2), "all") == 2
+    batch = batch_of([example([5, 6, 7], 0)])
+    assert batch.mask_BT.tolist() == [[False, True, True]]
+
+
+def test_a_filler_batch_has_no_loss_but_gradients_of_zero(model):
+    batch = batch_of([])
+    assert not batch.mask_BT.any()
+    loss, sums = loss_of(model, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert sums["correct"].item() == 0
+    # Also through the trunk, so that every rank takes part in every reduction.
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad()
+
+
+def test_only_the_logits_that_matter_are_computed(model):
+    rows = [example([1, 7, 8, 9, 10, EOS], 4), example([1, 7, 8, 9, EOS], 3)]
+    batch = batch_of(rows)
+    assert batch.logits_needed == 4  # positions 2, 3, 4 predict targets; 5 predicts nothing
+    assert batch_of([example([1, 7, EOS], 1)]).logits_needed == 3
+    all_logits = model(input_ids=batch.input_ids_BT).logits
+    full, _ = response_loss(all_logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
+    assert loss_of(model, batch)[0].item() == pytest.approx(full.item(), rel=1e-6)
