@@ -292,3 +292,34 @@ def test_an_interrupted_controller_leaves_no_orphans(
         assert controller.returncode == 3
         assert errors.startswith("rlhf: interrupted")
         assert statuses(tmp_path / "out") == {"sft": "failed"}
+
+
+_LAUNCHER = """
+import subprocess, sys, time
+argv = [sys.executable, "-m", "rlhf_app.commands.worker", "out", "sft"]
+subprocess.Popen(argv, start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_dies_with_a_killed_launcher(
+    run_cli: Run, tmp_path: Path, command: list[str], stand_ins: dict[str, str], repo_root: Path
+) -> None:
+    """As when torchrun is killed: its workers are in sessions of their own."""
+    assert run_cli(*command, "--stages", "sft", env=stand_ins).returncode == 0
+    paths = os.pathsep.join([str(repo_root), stand_ins["PYTHONPATH"]])
+    env = {"PYTHONPATH": paths, "FAULT": "sft:hang", "RLHF_LOG_TO_FILES": "1"}
+    env["OMP_NUM_THREADS"] = "1"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER], cwd=tmp_path, env=dict(os.environ) | env
+    )
+    pid_file = tmp_path / "out" / "sft" / "pid0"
+    try:
+        wait_for(lambda: pid_file.is_file() and pid_file.read_text())
+        worker = int(pid_file.read_text())
+        assert is_running(worker)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: not is_running(worker), seconds=10)

@@ -19,4 +19,5 @@ def test_keys_are_those_of_a_dumped_config() -> None:
 def test_suggestions() -> None:
     assert did_you_mean("ppo.klcoef") == "; did you mean ppo.kl_coef?"
     assert did_you_mean("gae_lambda") == "; did you mean ppo.gae_lambda?"
+    assert did_you_mean("max_steps") == "; did you mean sft.max_steps or reward.max_steps?"
     assert did_you_mean("qqqqqqqq") == ""

@@ -1,0 +1,74 @@
+"""Ending of workers while the controller itself lives on."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from rich.console import Console
+
+from rlhf_app.deployment.supervise import run_workers
+from rlhf_app.errors import StageFailed
+from rlhf_app.run_directory import RunDirectory
+
+
+def run(path: Path, code: str) -> None:
+    directory = RunDirectory(path)
+    directory.stage("sft").mkdir()
+    argv = [sys.executable, "-c", code]
+    run_workers(argv, os.environ, directory, "sft", 1, Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_the_worker_first(tmp_path: Path, signum: signal.Signals) -> None:
+    pid_file = tmp_path / "pid"
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if pid_file.is_file() and pid_file.read_text():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.kill(os.getpid(), signum)
+
+    before = signal.signal(signal.SIGALRM, interrupt), signal.getsignal(signal.SIGTERM)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(
+                tmp_path,
+                "import os, time; from pathlib import Path; "
+                f"Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)",
+            )
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) == before[1]
+
+
+def test_a_worker_that_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"sft: exit code 7: nothing was logged \(log: .*rank0"):
+        run(tmp_path, "raise SystemExit(7)")
+
+
+def test_success_needs_a_result(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="ended without a result"):
+        run(tmp_path, "pass")
+
+
+def test_a_record_written_at_the_very_end_is_shown(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.stage("sft").mkdir()
+    line = '{"step": 3, "total_steps": 3, "time": 0, "kind": "train", "loss": 0.5}'
+    code = (
+        "from pathlib import Path; "
+        f"Path({str(directory.metrics('sft'))!r}).write_text({line + chr(10)!r}); "
+        f"Path({str(directory.result('sft'))!r}).write_text('{{}}')"
+    )
+    out = io.StringIO()
+    run_workers([sys.executable, "-c", code], os.environ, directory, "sft", 1, Console(file=out))
+    assert out.getvalue() == "sft: step 3/3  loss 0.5000\n"
