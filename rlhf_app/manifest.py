@@ -149,6 +149,9 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
     for key, sources in [*used, ("data.eval", config.data.eval)]:
         for index, source in enumerate(sources):
             hashes[f"{key}[{index}]"] = content_hash(source.path)
+    scorer = (config.gold.scorer or "").rpartition(":")[0]
+    if stage == "ppo" and scorer.endswith(".py"):
+        hashes["gold.scorer"] = content_hash(scorer)
     return hashes
 
 

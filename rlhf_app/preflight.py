@@ -12,12 +12,13 @@ from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_con
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 
-_SCORER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_SCORER = re.compile(rf"({_DOTTED}|.+\.py):{_DOTTED}")
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 
 
 def check_sizes(config: RunConfig, num_processes: int) -> None:
-    """Batch sizes must divide exactly; the gold scorer's name must have its shape.
+    """Batch sizes must divide exactly; what the engine cannot do is refused.
 
     Args:
         config: the run's settings.
@@ -47,11 +48,24 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
                 "processes": num_processes,
             },
         )
-    scorer = config.gold.scorer
-    if scorer is not None and _SCORER.fullmatch(scorer) is None:
+        if config.ppo.actor.zero_stage == 3 and num_processes > 1:
+            raise ConfigError(
+                "ppo.actor.zero_stage = 3: rollouts need whole weights on each of the "
+                f"{num_processes} processes; use stage 0, 1 or 2 (--actor-zero-stage 2)"
+            )
+    if config.gold.scorer is not None:
+        _check_scorer(config.gold.scorer)
+
+
+def _check_scorer(scorer: str) -> None:
+    if _SCORER.fullmatch(scorer) is None:
         raise ConfigError(
-            f"--gold {scorer}: expected module:function, for example my_scores:politeness"
+            f"--gold {scorer}: expected module:function or file.py:function, for example "
+            "my_scores:politeness"
         )
+    source = scorer.rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).expanduser().is_file():
+        raise ConfigError(f"--gold {scorer}: no file {source}")
 
 
 def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:

@@ -91,7 +91,7 @@ Gold = Annotated[
     typer.Option(
         "--gold",
         metavar="MODULE:FUNCTION",
-        help="A score the reward model never sees, tracked beside it.",
+        help="A score the reward model never sees, tracked beside it; FILE.py:FUNCTION too.",
         rich_help_panel=_DATA,
     ),
 ]

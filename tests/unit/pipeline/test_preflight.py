@@ -20,6 +20,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "score.py").write_text("")
 
 
 def configure(*sets: str) -> RunConfig:
@@ -63,7 +64,12 @@ SIZES = [
     (["gold.scorer=pkg.module:function"], 1, None),
     (["gold.scorer=pkg.module"], 1, "--gold pkg.module: expected module:function"),
     (["gold.scorer='a b:c'"], 1, "--gold a b:c: expected module:function"),
-    (["gold.scorer='file.py:c:d'"], 1, "--gold file.py:c:d: expected module:function"),
+    (["gold.scorer=file:c:d"], 1, "--gold file:c:d: expected module:function"),
+    (["gold.scorer=score.py:good"], 1, None),
+    (["gold.scorer=dir/none.py:good"], 1, "--gold dir/none.py:good: no file dir/none.py"),
+    (["ppo.actor.zero_stage=3"], 1, None),
+    (["ppo.actor.zero_stage=3", "stages=[sft]"], 2, None),
+    (["ppo.actor.zero_stage=3"], 2, "ppo.actor.zero_stage = 3: rollouts need whole weights"),
 ]
 
 

@@ -121,6 +121,16 @@ def test_changed_data(configure: Callable[..., RunConfig], data_file: Path) -> N
         actions(configure(), run, manifest)
 
 
+def test_an_edited_gold_scorer_concerns_ppo_alone(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
+    config = configure("gold.scorer=score.py:good")
+    manifest = finish(config, run, STAGES)
+    Path("score.py").write_text("def good(prompts, answers): return [2.0] * len(answers)")
+    with pytest.raises(ConfigError, match=r"out/ppo is finished.*gold\.scorer \w{12} -> \w{12}"):
+        actions(config, run, manifest)
+
+
 def test_moved_data_is_the_same_data(configure: Callable[..., RunConfig], data_file: Path) -> None:
     run = RunDirectory(Path("out"))
     manifest = finish(configure(), run, STAGES)
