@@ -83,7 +83,9 @@ Build = Callable[[str], tf.PreTrainedModel]
 def build_model(family: str, seed: int = 0) -> tf.PreTrainedModel:
     """A fp32 model in eval mode whose weights are wide enough to make varied text."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    # Some releases' sdpa drops the softcap in silence: eager is the true training forward.
+    kind = "eager" if family == "gemma2" else None
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=kind)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from rlhf_app.hybrid_engine import attention
 from rlhf_app.hybrid_engine.attention import (
     AttentionCall,
     Decode,
@@ -66,7 +67,9 @@ def test_prefill(workspace, window, softcap):
 
 @pytest.mark.parametrize(("window", "softcap"), CASES)
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [2, 9, 0]])
-def test_decode(workspace, window, softcap, lengths):
+@pytest.mark.parametrize("small_head", [0, 16], ids=["fused", "products"])
+def test_decode(workspace, window, softcap, lengths, small_head, monkeypatch):
+    monkeypatch.setattr(attention, "SMALL_HEAD", small_head)
     stored_k, stored_v = _random(2, ROWS, KV_HEADS, 12, SIZE, seed=1)
     workspace.keys[0].copy_(stored_k)
     workspace.values[0].copy_(stored_v)

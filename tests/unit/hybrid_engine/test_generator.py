@@ -2,6 +2,7 @@ import logging
 
 import pytest
 import torch
+import transformers as tf
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
@@ -14,6 +15,8 @@ SERVED = [
     "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral-window", "gemma2", "gemma3", "phi",
     "phi3", "olmo2", "smollm3", "mixtral",
 ]  # fmt: skip
+# These took up the attention interface late; before, the fallback serves them.
+LATE = {"gptj", "codegen"} if tf.__version__ < "5.24" else set()
 UNSERVED = ["gpt-neo", "bloom", "falcon", "gpt-oss"]
 
 
@@ -37,7 +40,7 @@ def test_greedy_equals_transformers_before_and_after_an_update(
     params = SamplingParams(14, greedy=True)
     want = hf_greedy(model, prompts, 14)
     got = generator.rollout(prompts, params, max_slots=7).tokens
-    assert generator.capability.missing is None
+    assert (generator.capability.missing is None) == (family not in LATE)
     assert_same_greedy(model, prompts, got, want)
     _train_step(model, prompts)
     after = hf_greedy(model, prompts, 14)
