@@ -127,7 +127,10 @@ class AnswerSource:
             sampled = self.sample(
                 [opening.ids for opening in repeated], range(uid, uid + len(repeated))
             )
-            texts = [self.fmt.decode(ids) for ids in sampled]
+            texts = [
+                answer_text(self.fmt, opening, ids)
+                for opening, ids in zip(repeated, sampled, strict=True)
+            ]
             scores = self.scorer([opening.text for opening in repeated], texts)
             answers = [
                 ScoredAnswer(tuple(ids), text, score)
@@ -158,6 +161,16 @@ class AnswerSource:
             counts.best += 1
             counts.best_sum += best.score
         return tuple(kept)
+
+
+def answer_text(fmt: ChatFormat, opening: Opening, ids: Sequence[int]) -> str:
+    """Returns what the answer adds to the prompt's text.
+
+    Decoded alone it would lose its leading space under SentencePiece tokenizers.
+    """
+    before = fmt.decode(opening.ids)
+    after = fmt.decode([*opening.ids, *ids])
+    return after.removeprefix(before) if after.startswith(before) else fmt.decode(ids)
 
 
 def round_trips(fmt: ChatFormat, opening: Opening, answer: ScoredAnswer) -> bool:

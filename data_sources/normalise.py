@@ -134,7 +134,7 @@ def prompt_response(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 def _undesirable(row: Row, columns: Columns) -> bool:
     """Whether KTO's label says that the answer is a bad one: not something to imitate."""
     value = row.get(columns["label"]) if "label" in columns else None
-    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+    return False or (isinstance(value, str) and value.strip().lower() == "false")
 
 
 def _only_answer(turns: tuple[Message, ...], column: str) -> str:
@@ -261,24 +261,28 @@ def transcripts(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 
 
 def sampled(row: Row, columns: Columns, verbatim: bool) -> Normalised:
-    """Rows that `rlhf make-pairs` wrote: final texts with their token ids, kept as they are."""
+    """Rows of `rlhf data make-pairs`: final texts with their token ids, kept as they are."""
     if row.get("rendered") is not True:
         raise RowError("rendered is not true")
     messages = (Message("user", text_of(row, "prompt")),)
     present = [side for side in ("chosen", "rejected") if row.get(side) is not None]
     if len(present) == 1:
         raise RowError(f"{present[0]} without its counterpart")
+    if row.get("response") is not None:
+        present.append("response")
     answers: dict[str, Any] = {side: text_of(row, side) for side in present}
     ids = None
     if row.get("tokenizer") and row.get("prompt_ids"):
         ids = TokenIds(
             str(row["tokenizer"]),
             prompt=_ids(row, "prompt_ids"),
+            response=_ids(row, "response_ids"),
             chosen=_ids(row, "chosen_ids"),
             rejected=_ids(row, "rejected_ids"),
         )
-        if present and not (ids.chosen and ids.rejected):
-            raise RowError("prompt_ids without chosen_ids and rejected_ids")
+        bare = [side for side in present if not getattr(ids, side)]
+        if bare:
+            raise RowError(f"prompt_ids without {bare[0]}_ids")
     return Normalised((Record(messages, margin=_margin(row), rendered=True, ids=ids, **answers),))
 
 

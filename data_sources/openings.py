@@ -89,8 +89,6 @@ def file_openings(path: Path, fmt: ChatFormat, room: int | None) -> tuple[list[O
     from rlhf_app.config.schema import SourceConfig
     from rlhf_app.models.tokenizer import tokenizer_hash
 
-    if not path.exists():
-        raise ConfigError(f"--prompts {path}: no such file")
     records, _ = load_source(
         SourceConfig(path=str(path)), verbatim=fmt.kind == "plain", max_bad_fraction=0.1
     )

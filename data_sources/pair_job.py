@@ -28,7 +28,7 @@ from rlhf_app.hybrid_engine.sampling import SamplingParams
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
-from rlhf_app.scorers import load_scorer
+from rlhf_app.scorers import Scorer
 
 # Openings and answers have random streams of their own.
 _OPENING_STEP, _ANSWER_STEP = 0, 1
@@ -40,7 +40,7 @@ class PairJob:
 
     Attributes:
         model: directory or Hub id of the causal LM that answers.
-        scorer: `module:function` or `file.py:function`.
+        scorer: ranks the answers.
         out: file of the training rows.
         eval_out: file of the held-out prompts, or None to hold none out.
         eval_prompts: how many prompts go there.
@@ -57,7 +57,7 @@ class PairJob:
     """
 
     model: str
-    scorer: str
+    scorer: Scorer
     out: Path
     eval_out: Path | None
     eval_prompts: int
@@ -102,7 +102,6 @@ def run_pair_job(job: PairJob, console: Console) -> PairReport:
     Raises:
         ConfigError: a model, file, prompt or scorer that cannot be used.
     """
-    scorer = load_scorer(job.scorer)
     tokenizer = load_tokenizer(job.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_causal_lm(
@@ -124,7 +123,7 @@ def run_pair_job(job: PairJob, console: Console) -> PairReport:
         source = AnswerSource(
             _sampler(generator, _answer_params(job, fmt)),
             fmt,
-            scorer,
+            job.scorer,
             job.num_answers,
             job.batch_size,
             advance=lambda done: progress.advance(task, done),

@@ -5,11 +5,8 @@ from __future__ import annotations
 import typer
 
 from rlhf_app.commands.data_inspect import inspect
+from rlhf_app.commands.data_make_pairs import make_pairs
 
 app = typer.Typer(help="Look at data, and make preference pairs.", no_args_is_help=True)
 app.command("inspect")(inspect)
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `data` a group while it has a single command."""
+app.command("make-pairs")(make_pairs)

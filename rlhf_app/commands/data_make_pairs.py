@@ -129,6 +129,7 @@ def make_pairs(
     from data_sources.jsonl_files import check_output_file
     from data_sources.make_pairs import PairSettings
     from rlhf_app.config.load import validate
+    from rlhf_app.scorers import load_scorer
 
     # Everything that can be wrong is found before torch is imported.
     if prompts is not None and self_prompts is not None:
@@ -147,13 +148,17 @@ def make_pairs(
     settings = PairSettings(min_gap, _limit(pairs_per_prompt), best_of)
     checked = validate({"data.chat_format": chat_format}, {"data.chat_format": "--chat-format"})
 
+    if prompts is not None and not prompts.exists():
+        raise ConfigError(f"--prompts {prompts}: no such file")
+    ranking = load_scorer(scorer)
+
     from data_sources.pair_job import PairJob, run_pair_job
 
     console = Console(highlight=False)
     report = run_pair_job(
         PairJob(
             model=model,
-            scorer=scorer,
+            scorer=ranking,
             out=out,
             eval_out=eval_out,
             eval_prompts=eval_prompts,
