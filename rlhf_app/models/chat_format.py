@@ -3,8 +3,9 @@ r"""Conversations to text and token ids, and where an answer starts and ends.
 One rule holds in SFT, reward model and PPO:
 
 * Prompt and answer are encoded as ONE string; the answer starts at the first token that
-  reaches past the prompt's last character. A token that straddles the boundary belongs to the
-  answer (PPO's prompt, encoded alone, then differs from it in that token only).
+  reaches past the prompt's last character, so a token that straddles the boundary belongs to
+  the answer. The formats put a turn mark there, which keeps tokens apart: PPO's prompt, encoded
+  alone, equals the prompt's part. Only plain text cut inside a word can differ near the cut.
 * The answer ends with its first stop token, which is kept; what a template writes after it
   (ChatML's newline) is cut. Where the rendering has no stop token, one is appended as an id.
   Stop tokens are looked for in the answer only: OPT's BOS has the id of its EOS.

@@ -19,6 +19,7 @@ def within(count, total, share):
     return abs(count - total * share) < 4.5 * math.sqrt(total * share * (1 - share))
 
 
+@settings(derandomize=True)
 @given(
     split=st.tuples(*[st.floats(0, 100, allow_subnormal=False)] * 3).filter(lambda s: sum(s) > 0.1),
     key=st.text(max_size=20),
@@ -61,6 +62,7 @@ def test_hashes_are_the_published_blake2b():
     assert unit_hash("a") == (int("2757634b7f53cf25", 16) >> 11) / 2**53
 
 
+@settings(derandomize=True)
 @given(st.lists(st.text(max_size=5), max_size=4), st.lists(st.text(max_size=5), max_size=4))
 def test_digests_differ_for_different_parts(a, b):
     assert (digest(*a) == digest(*b)) == (a == b)
@@ -94,7 +96,7 @@ def test_uid_depends_on_the_text_alone():
     assert content_uid(a) != content_uid(Record(one("q"), response="c", rejected="r"))
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, derandomize=True)
 @given(weight=st.floats(0.05, 4), seed=st.integers(0, 5))
 def test_weights_repeat_rows_in_proportion(weight, seed):
     records = [record(i) for i in range(2000)]
@@ -112,7 +114,7 @@ def test_weight_one_takes_every_row_once_and_seeds_draw_other_rows():
     assert halves[0] != halves[1]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, derandomize=True)
 @given(st.permutations(list(range(30))), st.integers(0, 3))
 def test_order_depends_on_rows_and_seed_only(order, seed):
     plain = in_order([(record(i), c) for i in range(30) for c in range(2)], seed)

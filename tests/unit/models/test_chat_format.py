@@ -77,7 +77,7 @@ def test_an_answer_is_the_text_encoded_at_once_with_one_bos_and_one_eos(load, na
 
 @pytest.mark.parametrize("kind", ["human_assistant", "plain"])
 @pytest.mark.parametrize("name", PLACES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     prompt=st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=30),
     response=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30),
@@ -91,20 +91,29 @@ def test_one_bos_one_eos_and_a_sound_boundary_for_any_text(load, name, kind, pro
     has_bos = name != "gpt2"
     assert context.count(tokenizer.bos_token_id) == int(has_bos)
     assert context[:1] == [tokenizer.bos_token_id] or not has_bos
-    # The prompt encoded alone differs from the shared start by straddling tokens only.
-    alone = fmt.prompt_ids([("user", prompt)])
-    same = sum(1 for _ in _common(alone, context))
-    assert same == len(context)
+    # Turn marks keep the prompt's tokens apart from the answer's; within a word the answer may
+    # change how the prompt's last characters are cut ("AA" + "L" is "A", "AL" in GPT-2).
+    if kind == "human_assistant":
+        assert fmt.prompt_ids([("user", prompt)]) == context
     # No character of the answer is lost, but a blank that SentencePiece decoding drops.
     text = tokenizer.decode(encoded.ids, skip_special_tokens=True).replace(" ", "")
     assert text.endswith(response.replace(" ", ""))
 
 
-def _common(a, b):
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return
-        yield x
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(prompt=st.text("ab AL.\n1", min_size=1), response=st.text("ab AL.\n1", min_size=1))
+def test_the_answer_starts_with_the_first_token_past_the_prompt(load, name, prompt, response):
+    """The boundary by decoding (exact for byte-level BPE) instead of offsets."""
+    tokenizer = load(name)
+    encoded = ChatFormat(tokenizer, "plain").encode([("user", prompt)], response)
+
+    def text(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    start = encoded.response_start
+    assert text(encoded.ids) == prompt + response
+    assert len(text(encoded.ids[:start])) <= len(prompt) < len(text(encoded.ids[: start + 1]))
 
 
 def test_a_straddling_token_belongs_to_the_answer(load):
