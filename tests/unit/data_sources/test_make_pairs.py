@@ -16,6 +16,7 @@ from data_sources.make_pairs import (
     PairCounts,
     PairSettings,
     evaluation_rows,
+    round_trips,
     training_rows,
 )
 from data_sources.openings import Opening, self_openings
@@ -235,6 +236,13 @@ def test_an_answer_that_changes_the_prompts_ids_is_left_out() -> None:
     counts = PairCounts()
     answered = list(source(JoinedModel()).answer([opening("ci")], 0, counts))
     assert [a.text for a in answered[0].answers] == ["a", "b"]
+
+
+def test_round_trip_needs_the_border_too() -> None:
+    # The whole string gives the sampled ids, but its second "a" belongs to the answer's text.
+    shifted = Opening((BOS, 4, 2), "c")
+    assert not round_trips(FORMAT, shifted, ScoredAnswer((2, EOS), "aa", 0.0))
+    assert round_trips(FORMAT, opening("ca"), ScoredAnswer((2, EOS), "a", 0.0))
 
 
 def test_answers_cut_by_length_keep_no_end_token() -> None:
