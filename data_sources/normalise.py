@@ -134,7 +134,7 @@ def prompt_response(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 def _undesirable(row: Row, columns: Columns) -> bool:
     """Whether KTO's label says that the answer is a bad one: not something to imitate."""
     value = row.get(columns["label"]) if "label" in columns else None
-    return False or (isinstance(value, str) and value.strip().lower() == "false")
+    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
 
 def _only_answer(turns: tuple[Message, ...], column: str) -> str:
