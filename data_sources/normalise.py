@@ -118,11 +118,17 @@ def prompt_only(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 
 
 def prompt_response(row: Row, columns: Columns, verbatim: bool) -> Normalised:
-    """{prompt, response} and Alpaca's {instruction, input, output}, with KTO's label or not."""
+    """{prompt, response} and Alpaca's {instruction, input, output}, with KTO's label or not.
+
+    The response is a text, one assistant turn, or a list of equally good texts.
+    """
     prompt = prompt_of(row, columns, verbatim)
     column = columns["response"]
     value = row.get(column)
-    if isinstance(value, list) or is_turn(value):
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        # Several answers of equal standing (HC3): the first.
+        answer = answer_of({column: value[0]}, column)
+    elif isinstance(value, list) or is_turn(value):
         answer = _only_answer(turns_of(value, column), column)
     else:
         answer = answer_of(row, column)

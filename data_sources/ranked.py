@@ -57,6 +57,19 @@ def scored_pair(row: Row, columns: Columns, verbatim: bool) -> Normalised:
     return Normalised((Record(prompt.messages, chosen=chosen, rejected=rejected),))
 
 
+def passages(row: Row, columns: Columns, verbatim: bool) -> Normalised:
+    """MIRACL's {query, positive_passages, negative_passages}: the first of each."""
+    prompt = prompt_of(row, columns, verbatim)
+    answers = []
+    for column in ("positive_passages", "negative_passages"):
+        found = row.get(column)
+        if not isinstance(found, list) or not found or not isinstance(found[0], dict):
+            raise RowError(f"{column} is empty")
+        answers.append(answer_of(found[0], "text"))
+    chosen, rejected = (prompt.answer(text, verbatim) for text in answers)
+    return Normalised((Record(prompt.messages, chosen=chosen, rejected=rejected),))
+
+
 def ranking(row: Row, columns: Columns, verbatim: bool) -> Normalised:
     """{prompt, responses} with {scores} (higher is better), {ranks} (lower is), or both inside.
 

@@ -18,7 +18,7 @@ _LOOKED_AT = 100
 # Part -> column names (compared without case) that play it.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "instruction", "query", "history"),
-    "response": ("response", "completion", "answer", "output"),
+    "response": ("response", "completion", "answer", "output", "human_answers"),
     "chosen": ("chosen", "chosen_response", "selected", "preferred", "accepted"),
     "rejected": ("rejected", "rejected_response", "dispreferred"),
     "messages": ("messages", "conversations", "conversation"),
@@ -102,6 +102,11 @@ def recognise(name: str, rows: Sequence[Row]) -> Shape:
             normalise.prompt_response,
             columns,
         )
+    if seen.has("prompt") and seen.has("label") and seen.values("label", _is_answer):
+        # pvduy/sharegpt_alpaca_oa_vicuna_format calls its answers so.
+        columns = seen.columns("prompt", "label", optional=("system",))
+        columns["response"] = columns.pop("label")
+        return Shape("prompt + response", normalise.prompt_response, columns)
     if seen.has("prompt") and not (seen.has("chosen") or seen.has("rejected")):
         return Shape(
             "prompt alone",
@@ -128,6 +133,8 @@ def _special(seen: _Seen) -> Shape | None:
     )
     if any(pair <= set(names) for pair in pairs) and seen.has("prompt"):
         return Shape("two scored answers", ranked.scored_pair, seen.columns("prompt"))
+    if {"positive_passages", "negative_passages"} <= set(names) and seen.has("prompt"):
+        return Shape("question + passages", ranked.passages, seen.columns("prompt"))
     return None
 
 
@@ -151,6 +158,10 @@ def _pairs(seen: _Seen) -> Shape:
     if seen.values("chosen", lambda v: isinstance(v, list) and len(v) > 1 and is_turn(v[0])):
         return Shape("chosen + rejected conversations", normalise.transcripts, columns)
     raise seen.unknown("chosen and rejected are neither transcripts nor message lists")
+
+
+def _is_answer(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() not in ("", "true", "false")
 
 
 class _Seen:

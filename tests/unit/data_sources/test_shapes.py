@@ -169,6 +169,26 @@ TABLE = [
     ),
     ("prompt alone", {"prompt": "q"}, ([(U, "q")], None, None, None)),
     (
+        "prompt + response",
+        {"question": "q", "human_answers": ["a", "b"], "chatgpt_answers": ["c"]},
+        ([(U, "q")], "a", None, None),
+    ),
+    (
+        "prompt + response",
+        {"prompt": "USER: q ASSISTANT:", "label": " a"},
+        ([(U, "q")], "a", None, None),
+    ),
+    ("prompt + response", {"INSTRUCTION": "q", "RESPONSE": "a"}, ([(U, "q")], "a", None, None)),
+    (
+        "question + passages",
+        {
+            "query": "q",
+            "positive_passages": [{"text": "good"}, {"text": "x"}],
+            "negative_passages": [{"text": "bad"}],
+        },
+        ([(U, "q")], None, "good", "bad"),
+    ),
+    (
         "two scored answers",
         {
             "question": "q",
