@@ -178,7 +178,7 @@ TABLE = [
         {"prompt": "USER: q ASSISTANT:", "label": " a"},
         ([(U, "q")], "a", None, None),
     ),
-    ("prompt + response", {"INSTRUCTION": "q", "RESPONSE": "a"}, ([(U, "q")], "a", None, None)),
+    ("instruction + output", {"INSTRUCTION": "q", "RESPONSE": "a"}, ([(U, "q")], "a", None, None)),
     (
         "question + passages",
         {
