@@ -56,14 +56,18 @@ def _result(stage: str, numbers: Mapping[str, Any]) -> str:
 
 
 def _policies(numbers: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Policies", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="Policies on held-out prompts (means; KL in nats an answer)",
+        title_justify="left",
+    )
     table.add_column("policy")
     rows = [
-        ("gold score", numbers.get("gold")),
-        ("reward-model score", numbers.get("reward")),
-        ("KL from sft, nats/answer", numbers.get("kl_per_answer")),
-        ("distinct 3-grams", numbers.get("distinct_3")),
-        ("answer length, tokens", numbers.get("answer_length")),
+        ("gold", numbers.get("gold")),
+        ("reward", numbers.get("reward")),
+        ("KL from sft", numbers.get("kl_per_answer")),
+        ("distinct-3", numbers.get("distinct_3")),
+        ("tokens", numbers.get("answer_length")),
     ]
     shown = [(name, values) for name, values in rows if values is not None]
     for name, _ in shown:

@@ -104,7 +104,7 @@ def test_final_table(tmp_path: Path) -> None:
 def test_final_table_without_gold_or_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | {"gold": None})
     text = show(finished(tmp_path / "a", "ppo"))
-    assert "gold score" not in text
+    assert "gold " not in text
     assert "reward 0.000 (sft) -> 1.500 (ppo)" in text
     assert "Policies" not in show(finished(tmp_path / "b", "sft"))
 
