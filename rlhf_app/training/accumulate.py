@@ -94,6 +94,8 @@ def optimizer_step(
     lr = engine.get_lr()[0]
     grad_norm = _plain_grad_norm(engine)
     engine.step()
+    # Where DeepSpeed wraps the optimizer it looks at the norm first, on all ranks alike, and
+    # leaves the weights as they are when it is not finite.
     skipped = bool(getattr(engine.optimizer, "overflow", False))
     if skipped and not engine.fp16_enabled():
         raise _grad_error(step, "inf or nan")
@@ -106,19 +108,6 @@ def optimizer_step(
         sums=dict(zip(names, summed[1:], strict=False)),
         skipped=skipped,
     )
-
-
-def refuse_non_finite_norm(engine: Any) -> None:
-    """Called right before the inner optimizer's update, once DeepSpeed knows the norm.
-
-    The norm is global, so that every rank decides alike.
-
-    Raises:
-        NonFiniteError: the norm is NaN or infinite.
-    """
-    norm = float(engine.optimizer._global_grad_norm)
-    if not math.isfinite(norm):
-        raise _grad_error(engine.global_steps + 1, str(norm))
 
 
 def _plain_grad_norm(engine: Any) -> float | None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rlhf_app.config.schema import HybridEngineSettings, TrainableSettings
-from rlhf_app.training.accumulate import refuse_non_finite_norm
 from rlhf_app.training.deepspeed_module import load_deepspeed
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.schedule import lr_factor
@@ -46,7 +45,8 @@ def build_config(
         "gradient_clipping": settings.max_grad_norm,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        # Leaves the weights alone when the gradient norm is not finite.
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
         "fp16": {"enabled": dtype == torch.float16},
     }
     if half:
@@ -129,6 +129,4 @@ def engine_for(
 
             arguments["config"]["hybrid_engine"] = hybrid.model_dump(exclude_none=True)
             engine = initialize(**arguments)[0]
-    if engine.optimizer is not optimizer:
-        optimizer.register_step_pre_hook(lambda *_: refuse_non_finite_norm(engine))
     return engine

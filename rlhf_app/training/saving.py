@@ -37,8 +37,8 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def gather_state_dict(model: nn.Module, dist: Dist) -> dict[str, torch.Tensor]:
     """Copies the weights to the main process's memory, one tensor at a time.
 
-    ZeRO lays parameters out in one flat buffer; as copies they no longer share storage,
-    which safetensors would refuse. Tied weights stay tied: equal keys hold one tensor.
+    A partitioned model is never whole on any device: each tensor is gathered, copied by the
+    main process and let go. Tied weights stay tied: their keys hold one tensor.
 
     Args:
         model: inside an engine of any ZeRO stage, or plain. Every rank must call.

@@ -18,7 +18,7 @@ def test_clipping_is_always_written():
 def test_half_precision_accumulates_in_fp32():
     settings = SFTConfig(zero_stage=0)
     config = build_config(settings, dtype=torch.bfloat16, micro_batch_size=2)
-    assert config["bf16"] == {"enabled": True}
+    assert config["bf16"]["enabled"]
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in build_config(settings, dtype=torch.float32, micro_batch_size=2)
 

@@ -36,7 +36,7 @@ def model():
             max_position_embeddings=64,
             bos_token_id=1,
             eos_token_id=EOS,
-        )  # fmt: skip
+        )
     )
 
 
