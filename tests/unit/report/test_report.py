@@ -133,7 +133,7 @@ def test_models_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_batches_of_a_plan() -> None:
-    sets = ["ppo.mini_batches=2", "ppo.ppo_epochs=3"]
+    sets = ["model.actor=a/b", "ppo.mini_batches=2", "ppo.ppo_epochs=3"]
     config = load_config(overrides=[parse_set(s) for s in sets]).config
     lines = batch_lines(config, Topology("cpu", "cpu", 2))
     assert lines == [
