@@ -232,7 +232,7 @@ class PolicySettings(TrainableSettings):
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field(
-        "constant", description="Shape after the warm-up."
+        "linear", description="Shape after the warm-up; linear and cosine end at 0."
     )
 
 
@@ -241,7 +241,7 @@ class CriticSettings(TrainableSettings):
 
     learning_rate: float = Field(5e-6, gt=0, description="Peak learning rate.")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field(
-        "constant", description="Shape after the warm-up."
+        "linear", description="Shape after the warm-up; linear and cosine end at 0."
     )
 
 

@@ -130,6 +130,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         }
         numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]
         record("train", update, numbers)
+        models.actor.eval()  # ends the iteration that the engine's breakdown describes
         log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
 
         # 6. Evaluate on held-out prompts.
