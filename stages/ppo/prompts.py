@@ -1,4 +1,4 @@
-"""An endless, seeded stream of prompts, the same for any number of ranks."""
+"""Which prompts an update answers, and on which rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from data_sources.examples import PromptExample
+from rlhf_app.config.schema import PPOConfig
+from rlhf_app.training.distributed import Dist
 
 
 class PromptStream:
@@ -30,3 +32,22 @@ class PromptStream:
             self._order = torch.randperm(len(self._prompts), generator=generator).tolist()
             self._epoch = epoch
         return self._prompts[self._order[offset]]
+
+
+def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
+    """This rank's rows of a rollout batch, mini-batch after mini-batch.
+
+    Mini-batch m is rows m*S to (m+1)*S - 1 of the whole batch (S rows each) for any number of
+    ranks; every rank takes an equal slice of each.
+
+    Args:
+        ppo: settings; the sizes divide, as checked at the start of a run.
+        dist: this process's place.
+    """
+    size = ppo.rollout_batch_size // ppo.mini_batches
+    share = size // dist.world_size
+    return [
+        mini_batch * size + dist.rank * share + row
+        for mini_batch in range(ppo.mini_batches)
+        for row in range(share)
+    ]

@@ -38,7 +38,7 @@ from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.ppo.evaluate import PolicyReport, evaluate_policy
 from stages.ppo.models import load_models
-from stages.ppo.prompts import PromptStream
+from stages.ppo.prompts import PromptStream, rank_uids
 from stages.ppo.rollout import collect
 from stages.ppo.update import update_models
 
@@ -75,6 +75,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"(dropped: {dict(dropped)}): raise ppo.max_prompt_length or give --ppo-data"
         )
     stream = PromptStream(prompts, config.seed)
+    uids = rank_uids(ppo, dist)
     gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
     metrics = MetricsWriter(run.metrics("ppo"), enabled=dist.is_main)
 
@@ -100,13 +101,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         began = time.perf_counter()
 
         # 1-3. Sample, score, and turn rewards into advantages (stages/ppo/rollout.py).
-        per_rank = ppo.rollout_batch_size // dist.world_size
-        uids = range(dist.rank * per_rank, (dist.rank + 1) * per_rank)
         first = (update - 1) * ppo.rollout_batch_size
         batch = collect(
             models,
             [stream[first + uid] for uid in uids],
-            list(uids),
+            uids,
             ppo,
             dist,
             seed=config.seed,
@@ -138,7 +137,13 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             report = evaluate(models.actor, models.actor)
             record("eval", update, report.numbers())
 
-    save_causal_lm(models.actor, models.tokenizer, run.artifact("ppo"), dist)
+    save_causal_lm(
+        models.actor,
+        models.tokenizer,
+        run.artifact("ppo"),
+        dist,
+        stop_ids=models.chat_format.stop_ids,
+    )
     if ppo.save_critic:
         # Its outputs are on the normalised scale already: no statistics to apply.
         save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())

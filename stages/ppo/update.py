@@ -28,8 +28,8 @@ def update_models(
 
     Args:
         models: the trained two are updated in place.
-        experience: this rank's micro-batches, the same number on every rank and a multiple of
-            `ppo.mini_batches`.
+        experience: this rank's micro-batches, in the order of `rank_uids`: the same number for
+            each mini-batch, on every rank.
         ppo: settings.
         dist: process group.
         seed: of the run.
@@ -75,11 +75,11 @@ def update_models(
     assert size > 0
     assert rest == 0
     for epoch in range(ppo.ppo_epochs):
-        # Micro-batches keep their rows; only their order changes from epoch to epoch.
+        # Mini-batches keep their rows (they were drawn at random with the prompts); only their
+        # order changes. So the steps do not depend on how rows are spread over ranks.
         generator = torch.Generator().manual_seed((seed * 1_000_003 + update) * 1_009 + epoch)
-        order = torch.randperm(len(experience), generator=generator).tolist()
-        for start in range(0, len(experience), size):
-            mini_batch = [experience[i] for i in order[start : start + size]]
+        for index in torch.randperm(ppo.mini_batches, generator=generator).tolist():
+            mini_batch = experience[index * size : (index + 1) * size]
             (tokens,) = dist.sum([sum(e.answers.num_actions for e in mini_batch)])
             log.critic(optimizer_step(models.critic, mini_batch, critic_loss, tokens, dist), tokens)
             if not trains_actor:

@@ -56,7 +56,11 @@ def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
         config = {
             "output_dir": str(out),
             "stages": [stage],
-            "model": {"actor": str(model), "dtype": settings.pop("dtype", "auto")},
+            "model": {
+                "actor": str(model),
+                "dtype": settings.pop("dtype", "auto"),
+                "reward": settings.pop("reward_model", None),
+            },
             "data": {
                 "sources": [{"path": str(data)}],
                 "split": "shared",

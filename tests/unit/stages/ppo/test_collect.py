@@ -62,8 +62,8 @@ def build(ppo: PPOConfig, dist, init_std: float = 0.3) -> PPOModels:
 
 def settings(**changes) -> PPOConfig:
     values = {
-        "actor": PolicySettings(learning_rate=3e-3),
-        "critic": CriticSettings(learning_rate=3e-3),
+        "actor": PolicySettings(learning_rate=3e-3, lr_schedule="constant"),
+        "critic": CriticSettings(learning_rate=3e-3, lr_schedule="constant"),
         "rollout_batch_size": 8,
         "micro_batch_size": 2,
         "max_prompt_length": 8,

@@ -1,0 +1,98 @@
+"""The PPO stage in processes of its own: ranks and ZeRO stages, artifacts, results."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+PAIRS = [
+    {"prompt": f"{i:02d} ", "chosen": "yes" * (1 + i % 3), "rejected": "no" * (1 + i % 4)}
+    for i in range(24)
+]
+PPO = {
+    "actor": {"learning_rate": 1e-3, "weight_decay": 0.01},
+    "critic": {"learning_rate": 1e-3},
+    "updates": 2,
+    "rollout_batch_size": 8,
+    "ppo_epochs": 2,
+    "mini_batches": 2,
+    "micro_batch_size": 2,
+    "max_prompt_length": 8,
+    "max_response_length": 6,
+    "data": {"eval_fraction": 0.25},
+}
+COMPARED = (
+    "loss", "value_loss", "reward", "kl_per_answer", "entropy", "answer_length",
+    "grad_norm", "critic_grad_norm", "explained_variance", "distinct_3",
+)  # fmt: skip
+
+
+@pytest.fixture
+def reward_model(run_stage, tiny_lm) -> str:
+    done = run_stage(
+        "reward", PAIRS, tiny_lm, learning_rate=1e-3, batch_size=4, micro_batch_size=4,
+        data={"eval_fraction": 0.25},
+    )  # fmt: skip
+    return str(done["model"])
+
+
+def numbers(records):
+    return [{k: r[k] for k in COMPARED if k in r} for r in records]
+
+
+def with_zero(actor: int, critic: int) -> dict:
+    return PPO | {
+        "actor": PPO["actor"] | {"zero_stage": actor},
+        "critic": PPO["critic"] | {"zero_stage": critic},
+    }
+
+
+def test_ranks_and_zero_stages_agree_with_one_process(run_stage, tiny_lm, reward_model):
+    """Same global batch, so the same steps: two ranks only add numbers in another order."""
+    alone = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO)
+    assert alone["metrics"][1]["first_ratio"] == 1.0
+    assert alone["metrics"][1]["kl_per_answer"] == 0.0
+    assert alone["metrics"][1]["optimizer_steps"] == 4
+    assert alone["metrics"][2]["kl_per_answer"] != 0.0
+    for ranks, zero in ((1, (2, 2)), (2, (0, 0)), (2, (2, 3))):
+        other = run_stage(
+            "ppo", PAIRS, tiny_lm, ranks=ranks, reward_model=reward_model, **with_zero(*zero)
+        )
+        for mine, theirs in zip(numbers(alone["metrics"]), numbers(other["metrics"]), strict=True):
+            assert theirs == pytest.approx(mine, rel=2e-3, abs=2e-4), (ranks, zero)
+
+
+def test_artifacts_load_in_plain_transformers_and_results_are_complete(
+    run_stage, tiny_lm, reward_model
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO)
+    actor = Path(done["model"]).parent / "actor"
+    model = AutoModelForCausalLM.from_pretrained(actor)
+    tokenizer = AutoTokenizer.from_pretrained(actor)
+    before = AutoModelForCausalLM.from_pretrained(tiny_lm)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    )
+    ids = tokenizer("ab", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3).shape[0] == 1
+    assert (actor.parent / "critic" / "model.safetensors").is_file()
+    result = done["result"]
+    assert result["updates"] == 2
+    assert result["gold"] is None
+    for name in ("reward", "kl_per_answer", "distinct_3", "answer_length"):
+        assert set(result[name]) == {"base", "sft", "ppo"}
+        assert all(math.isfinite(v) for v in result[name].values())
+    assert result["kl_per_answer"]["sft"] == 0.0
+    assert json.dumps(result["samples"])
+
+
+def test_same_seed_same_result(run_stage, tiny_lm, reward_model):
+    one = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO)
+    two = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO)
+    assert numbers(one["metrics"]) == numbers(two["metrics"])

@@ -1,0 +1,35 @@
+"""Prompt order and its division over ranks."""
+
+import pytest
+import torch
+
+from rlhf_app.config.schema import PPOConfig
+from rlhf_app.training.distributed import Dist
+from stages.ppo.prompts import PromptStream, rank_uids
+
+
+def test_each_epoch_holds_every_prompt_once_in_another_order():
+    stream = PromptStream(list("abcdefgh"), seed=3)
+    epochs = [[stream[epoch * 8 + i] for i in range(8)] for epoch in range(3)]
+    assert all(sorted(epoch) == list("abcdefgh") for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_positions_can_be_read_in_any_order():
+    one, other = PromptStream(list("abcd"), seed=1), PromptStream(list("abcd"), seed=1)
+    forwards = [one[i] for i in range(12)]
+    assert [other[i] for i in reversed(range(12))] == forwards[::-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_mini_batches_hold_the_same_rows_for_any_number_of_ranks(world_size):
+    ppo = PPOConfig(rollout_batch_size=24, mini_batches=3, micro_batch_size=1)
+    per_rank = [
+        rank_uids(ppo, Dist(rank, rank, world_size, torch.device("cpu")))
+        for rank in range(world_size)
+    ]
+    share = 8 // world_size
+    for mini_batch in range(3):
+        mine = slice(mini_batch * share, (mini_batch + 1) * share)
+        rows = [uid for uids in per_rank for uid in uids[mine]]
+        assert sorted(rows) == list(range(mini_batch * 8, mini_batch * 8 + 8))
