@@ -1,0 +1,1 @@
+"""Models: loading, chat formats, heads, shapes. Importing the package imports no torch."""
