@@ -106,10 +106,11 @@ def make_pairs(
         typer.Option(
             "--pairs-per-prompt",
             metavar="N|all",
-            help="Widest gaps first: 1 is best against worst.",
+            help="Widest gaps first. All of them teach a graded score; 1, best against "
+            "worst, only tells good from bad.",
             rich_help_panel=_PAIRS,
         ),
-    ] = "1",
+    ] = "all",
     best_of: Annotated[
         bool,
         typer.Option(

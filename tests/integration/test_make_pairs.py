@@ -176,7 +176,7 @@ def test_stories_of_a_trained_model(
     )
     assert done.returncode == 0, done.stderr
     evaluation = rows(held_out)
-    assert len(evaluation) == len({row["prompt"] for row in evaluation}) == 40
+    assert len({row["prompt"] for row in evaluation}) == 40
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [row for row in rows(out) + evaluation if "chosen" in row]
     assert len(pairs) > 130
