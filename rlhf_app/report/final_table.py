@@ -29,19 +29,36 @@ def print_final_table(console: Console, run: RunDirectory, summary: Mapping[str,
     """
     console.print()
     console.print(_numbers(summary))
+    _print_lost_rows(console, summary)
     if "ppo" in summary:
-        console.print(_policies(summary["ppo"]))
+        console.print(_policies(summary["ppo"]["policies"]))
         _print_samples(console, run)
     _print_places(console, run, summary)
 
 
 def _numbers(summary: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Stages", title_justify="left")
-    for name in ("stage", "time", "held-out result"):
+    for name in ("stage", "time", "rows", "held out", "held-out result"):
         table.add_column(name)
-    for stage, numbers in summary["stages"].items():
-        table.add_row(stage, clock(numbers["wall_seconds"]), _result(stage, summary[stage]))
+    for stage, facts in summary["stages"].items():
+        rows = facts["rows"]
+        table.add_row(
+            stage,
+            clock(facts["wall_seconds"]),
+            f"{rows['train']:,}",
+            f"{rows['eval']:,}",
+            _result(stage, summary[stage]),
+        )
     return table
+
+
+def _print_lost_rows(console: Console, summary: Mapping[str, Any]) -> None:
+    """Say what was left out or cut, and why: no row goes missing in silence."""
+    for stage, facts in summary["stages"].items():
+        reasons = facts["rows"]["dropped"]
+        lost = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+        if lost:
+            console.print(f"{stage}, rows not used as they are: {lost}", markup=False)
 
 
 def _result(stage: str, numbers: Mapping[str, Any]) -> str:
@@ -50,30 +67,31 @@ def _result(stage: str, numbers: Mapping[str, Any]) -> str:
         return f"perplexity {_number(perplexity['before'])} -> {_number(perplexity['after'])}"
     if stage == "reward":
         return f"accuracy {_number(numbers['eval_accuracy'])}"
-    scores = numbers["gold"] or numbers["reward"]
     name = "gold" if numbers["gold"] else "reward"
-    return f"{name} {_number(scores['sft'])} (sft) -> {_number(scores['ppo'])} (ppo)"
+    before, after = (numbers["policies"][policy][name] for policy in ("sft", "ppo"))
+    return f"{name} {_number(before)} (sft) -> {_number(after)} (ppo)"
 
 
-def _policies(numbers: Mapping[str, Any]) -> Table:
+def _policies(policies: Mapping[str, Any]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title="Policies on held-out prompts (means; KL in nats an answer)",
         title_justify="left",
     )
     table.add_column("policy")
-    rows = [
-        ("gold", numbers.get("gold")),
-        ("reward", numbers.get("reward")),
-        ("KL from sft", numbers.get("kl_per_answer")),
-        ("distinct-3", numbers.get("distinct_3")),
-        ("tokens", numbers.get("answer_length")),
-    ]
-    shown = [(name, values) for name, values in rows if values is not None]
-    for name, _ in shown:
+    columns = {
+        "gold": "gold",
+        "reward": "reward",
+        "KL from sft": "kl_per_answer",
+        "distinct-3": "distinct_3",
+        "tokens": "answer_length",
+        "ended": "eos_rate",
+    }
+    shown = {name: key for name, key in columns.items() if key in policies["ppo"]}
+    for name in shown:
         table.add_column(name, justify="right")
     for policy in POLICIES:
-        table.add_row(policy, *(_number(values.get(policy)) for _, values in shown))
+        table.add_row(policy, *(_number(policies[policy][key]) for key in shown.values()))
     return table
 
 
@@ -106,9 +124,7 @@ def _print_places(console: Console, run: RunDirectory, summary: Mapping[str, Any
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

@@ -5,15 +5,19 @@ Keys, each present when its stage is finished in the run directory:
     stages.<name>.wall_seconds      seconds in the stage's own process, start-up included
     stages.<name>.startup_seconds   the part before its first step
     stages.<name>.artifact          directory of what it made
+    stages.<name>.rows.train        rows (PPO: prompts) trained on; rows.eval: held out
+    stages.<name>.rows.dropped      reason -> rows left out or cut
     sft.eval_perplexity.before      held-out perplexity of the base model
     sft.eval_perplexity.after       and of the SFT model
     reward.eval_accuracy            share of held-out pairs scored in the right order
     reward.eval_margin              mean score gap, chosen minus rejected
-    ppo.gold.{base,sft,ppo}         mean independent score, or ppo.gold null without --gold
-    ppo.reward.{base,sft,ppo}       mean normalised reward-model score
-    ppo.kl_per_answer.{base,sft,ppo}  KL from the SFT policy in nats, summed over an answer
-    ppo.distinct_3.{base,sft,ppo}   share of distinct 3-grams in the answers
-    ppo.answer_length.{base,sft,ppo}  mean tokens of an answer
+    ppo.gold.{base,sft,ppo}         mean independent score, or null without --gold
+    ppo.kl_per_answer               KL of the PPO policy from the SFT policy in nats, summed
+                                    over an answer
+    ppo.distinct_3                  share of distinct 3-grams in its answers
+    ppo.answer_length               mean tokens of its answers, EOS included
+    ppo.policies.{base,sft,ppo}     the same and more (reward: normalised reward-model score,
+                                    eos_rate) for each policy
     total_wall_seconds              sum over the stages present
 """
 
@@ -29,15 +33,7 @@ from rlhf_app.training.files import atomic_write_json
 _KEPT = {
     "sft": ("steps", "eval_perplexity"),
     "reward": ("steps", "eval_accuracy", "eval_margin"),
-    "ppo": (
-        "updates",
-        "gold",
-        "reward",
-        "kl_per_answer",
-        "distinct_3",
-        "answer_length",
-        "eos_rate",
-    ),
+    "ppo": ("updates", "policies"),
 }
 
 
@@ -59,8 +55,15 @@ def write_summary(run: RunDirectory) -> dict[str, Any]:
             "wall_seconds": result["wall_seconds"],
             "startup_seconds": result["startup_seconds"],
             "artifact": str(run.artifact(stage)),
+            "rows": result["rows"],
         }
-        summary[stage] = {key: result[key] for key in _KEPT[stage] if key in result}
+        summary[stage] = {key: result[key] for key in _KEPT[stage]}
+    if "ppo" in summary:
+        policies = summary["ppo"]["policies"]
+        golds = {name: numbers.get("gold") for name, numbers in policies.items()}
+        summary["ppo"]["gold"] = None if None in golds.values() else golds
+        for key in ("kl_per_answer", "distinct_3", "answer_length"):
+            summary["ppo"][key] = policies["ppo"][key]
     summary["total_wall_seconds"] = sum(s["wall_seconds"] for s in summary["stages"].values())
     atomic_write_json(run.summary, summary)
     return summary

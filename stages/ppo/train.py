@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from typing import Any, Literal
 
 from data_sources.examples import prompt_examples
@@ -31,6 +32,7 @@ from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.scorers import load_scorer
 from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.clock import process_start
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
@@ -47,7 +49,7 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Run the stage on this rank and leave the actor, the critic and result.json behind."""
-    started = time.time()
+    started = process_start()
     dist = setup()
     try:
         _train(config, run, dist, started)
@@ -65,10 +67,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     prompts, dropped = prompt_examples(
         data.train, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
     )
-    held_out, _ = prompt_examples(
+    held_out, eval_dropped = prompt_examples(
         data.evaluation, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
     )
     held_out = held_out[: ppo.eval_prompts]
+    dropped += eval_dropped + Counter(data.counts.dropped("ppo"))
     if not prompts or not held_out:
         raise ConfigError(
             f"ppo: {len(prompts)} training and {len(held_out)} evaluation prompts are left "
@@ -154,14 +157,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             "startup_seconds": startup_seconds,
             "updates": updates,
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
-            "gold": {k: r.gold for k, r in reports.items()} if gold else None,
+            "policies": {name: report.numbers() for name, report in reports.items()},
             "samples": [
                 {"prompt": p.text, **{k: r.answers[i] for k, r in reports.items()}}
                 for i, p in enumerate(held_out[: ppo.samples])
             ],
         }
-        for name in ("reward", "kl_per_answer", "distinct_3", "answer_length", "eos_rate"):
-            result[name] = {k: getattr(r, name) for k, r in reports.items()}
         atomic_write_json(run.result("ppo"), result)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 import torch
 
@@ -37,6 +38,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.clock import process_start
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Runs the stage on this rank and leaves the model and result.json behind."""
-    started = time.time()
+    started = process_start()
     dist = setup()
     try:
         _train(config, run, dist, started)
@@ -86,8 +88,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     limit = length_limit(config.data.max_length, positions, path)
     encode = (fmt, tokenizer_hash(tokenizer), limit)
     train, dropped = pair_examples(data.train, *encode)
-    held_out, _ = pair_examples(data.evaluation, *encode)
-    dropped += data.counts.stages["reward"].dropped
+    held_out, eval_dropped = pair_examples(data.evaluation, *encode)
+    dropped += eval_dropped + Counter(data.counts.dropped("reward"))
     if not train or not held_out:
         raise ConfigError(
             f"reward: {len(train)} training and {len(held_out)} evaluation pairs are usable "

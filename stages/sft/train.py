@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.clock import process_start
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
@@ -45,7 +47,7 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Runs the stage on this rank and leaves the model and result.json behind."""
-    started = time.time()
+    started = process_start()
     dist = setup()
     try:
         _train(config, run, dist, started)
@@ -77,8 +79,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     limit = length_limit(config.data.max_length, positions, path)
     encode = (fmt, tokenizer_hash(tokenizer), limit)
     train, dropped = sft_examples(data.train, *encode)
-    held_out, _ = sft_examples(data.evaluation, *encode)
-    dropped += data.counts.stages["sft"].dropped
+    held_out, eval_dropped = sft_examples(data.evaluation, *encode)
+    dropped += eval_dropped + Counter(data.counts.dropped("sft"))
     if not train or not held_out:
         raise ConfigError(
             f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "

@@ -53,13 +53,19 @@ def make(stage):
         (artifact / "config.json").write_text(text)
         with open("order.txt", "a") as file:
             file.write(stage + "\\n")
-        scores = {"base": 0.0, "sft": 0.25, "ppo": 0.5}
+        policy = {
+            "reward": 0.25, "kl_per_answer": 1.0, "distinct_3": 0.5,
+            "answer_length": 8.0, "eos_rate": 1.0,
+        }
         result = {
             "wall_seconds": 1.0, "startup_seconds": 0.5, "steps": 2, "updates": 2,
             "eval_perplexity": {"before": 9.0, "after": 3.0},
             "eval_accuracy": 0.75, "eval_margin": 1.0,
-            "gold": scores, "reward": scores, "kl_per_answer": scores,
-            "distinct_3": scores, "answer_length": scores,
+            "rows": {"train": 2, "eval": 1, "dropped": {}},
+            "policies": {
+                name: policy | {"gold": gold}
+                for name, gold in (("base", 0.0), ("sft", 0.25), ("ppo", 0.5))
+            },
             "samples": [{"prompt": "p", "base": "b", "sft": "s", "ppo": "o"}],
         }
         atomic_write_json(run.result(stage), result)

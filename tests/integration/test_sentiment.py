@@ -82,8 +82,8 @@ def experiment(run_cli, shared_dir: Path, repo_root: Path, tmp_path: Path) -> Ex
             reward_accuracy=summary["reward"]["eval_accuracy"],
             gold_before=ppo["gold"]["sft"],
             gold=ppo["gold"]["ppo"],
-            kl_per_answer=ppo["kl_per_answer"]["ppo"],
-            distinct_3=ppo["distinct_3"]["ppo"],
+            kl_per_answer=ppo["kl_per_answer"],
+            distinct_3=ppo["distinct_3"],
             training_seconds=time.monotonic() - began,
         )
 

@@ -17,13 +17,22 @@ from rlhf_app.report.plan import batch_lines, changed_settings, model_lines
 from rlhf_app.report.summary import write_summary
 from rlhf_app.run_directory import RunDirectory
 
+ROWS = {"train": 1500, "eval": 20, "dropped": {"too long": 3, "no answer": 1200, "odd": 0}}
+
+
+def policy(*values: float) -> dict[str, float]:
+    """What is reported of one policy."""
+    names = ("gold", "reward", "kl_per_answer", "distinct_3", "answer_length", "eos_rate")
+    return dict(zip(names, values, strict=True))
+
+
 RESULTS: dict[str, dict[str, Any]] = {
     "sft": {
         "wall_seconds": 10.0,
         "startup_seconds": 2.0,
         "steps": 5,
         "eval_perplexity": {"before": 1234.5, "after": 2.25},
-        "rows": {},
+        "rows": ROWS,
         "samples": [],
     },
     "reward": {
@@ -32,18 +41,18 @@ RESULTS: dict[str, dict[str, Any]] = {
         "steps": 6,
         "eval_accuracy": 0.875,
         "eval_margin": 0.5,
-        "rows": {},
+        "rows": ROWS,
     },
     "ppo": {
         "wall_seconds": 75.0,
         "startup_seconds": 4.0,
         "updates": 7,
-        "gold": {"base": 0.125, "sft": 0.25, "ppo": 0.75},
-        "reward": {"base": -1.0, "sft": 0.0, "ppo": 1.5},
-        "kl_per_answer": {"base": None, "sft": 0.0, "ppo": 6.5},
-        "distinct_3": {"base": 0.9, "sft": 0.8, "ppo": 0.7},
-        "answer_length": {"base": 16.0, "sft": 12.0, "ppo": 11.0},
-        "rows": {},
+        "policies": {
+            "base": policy(0.125, -1.0, 9.5, 0.9, 16.0, 0.5),
+            "sft": policy(0.25, 0.0, 0.0, 0.8, 12.0, 0.75),
+            "ppo": policy(0.75, 1.5, 6.5, 0.7, 11.0, 1.0),
+        },
+        "rows": ROWS,
         "samples": [{"prompt": "why?", "base": "[/bold]", "sft": "dunno", "ppo": "because"}],
     },
 }
@@ -66,12 +75,16 @@ def test_summary_has_the_documented_keys(tmp_path: Path) -> None:
         "wall_seconds": 20.0,
         "startup_seconds": 3.0,
         "artifact": str(tmp_path / "reward" / "model"),
+        "rows": ROWS,
     }
     assert summary["total_wall_seconds"] == 105.0
     assert summary["sft"]["eval_perplexity"] == {"before": 1234.5, "after": 2.25}
     assert summary["reward"]["eval_accuracy"] == 0.875
-    for key in ("gold", "reward", "kl_per_answer", "distinct_3", "answer_length"):
-        assert summary["ppo"][key] == RESULTS["ppo"][key]
+    assert summary["ppo"]["gold"] == {"base": 0.125, "sft": 0.25, "ppo": 0.75}
+    assert summary["ppo"]["kl_per_answer"] == 6.5
+    assert summary["ppo"]["distinct_3"] == 0.7
+    assert summary["ppo"]["answer_length"] == 11.0
+    assert summary["ppo"]["policies"] == RESULTS["ppo"]["policies"]
 
 
 def test_summary_of_some_stages(tmp_path: Path) -> None:
@@ -95,6 +108,7 @@ def test_final_table(tmp_path: Path) -> None:
         "6.500",
         "because",
         "[/bold]",
+        "sft, rows not used as they are: 3 too long; 1,200 no answer",
         str(tmp_path / "ppo" / "actor"),
         str(tmp_path / "summary.json"),
     ):
@@ -102,7 +116,11 @@ def test_final_table(tmp_path: Path) -> None:
 
 
 def test_final_table_without_gold_or_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | {"gold": None})
+    without = {
+        name: {key: value for key, value in numbers.items() if key != "gold"}
+        for name, numbers in RESULTS["ppo"]["policies"].items()
+    }
+    monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | {"policies": without})
     text = show(finished(tmp_path / "a", "ppo"))
     assert "gold " not in text
     assert "reward 0.000 (sft) -> 1.500 (ppo)" in text
