@@ -26,6 +26,7 @@ from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.ds_settings import split_config
 from rlhf_app.hybrid_engine.generator import Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.training.deepspeed_module import load_deepspeed
 
 
 def initialize(
@@ -71,15 +72,13 @@ def initialize(
     Raises:
         ConfigError: no config or two, an unknown or bad `hybrid_engine` key.
     """
-    import deepspeed
-
     ds_config, settings = split_config(args, config if config is not None else config_params)
     if enable_hybrid_engine is not None:
         settings = settings.model_copy(update={"enabled": enable_hybrid_engine})
     extras: dict[str, Any] = {}
     if distributed_port is not None:
         extras["distributed_port"] = distributed_port
-    engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(
+    engine, optimizer, dataloader, lr_scheduler = load_deepspeed().initialize(
         args=None if args is None else _without_config(args),
         model=model,
         optimizer=optimizer,
