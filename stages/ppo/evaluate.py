@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Generator, HybridEngine
+from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
 from stages.ppo.experience import lay_out
 from stages.ppo.logprobs import score_policy
@@ -101,6 +103,9 @@ def evaluate_policy(
 
     Returns:
         The same report on every rank.
+
+    Raises:
+        NonFiniteError: on every rank, when any score or log-prob is not finite.
     """
     uids = list(range(dist.rank, len(prompts), dist.world_size))
     mine = [prompts[uid] for uid in uids]
@@ -145,6 +150,12 @@ def evaluate_policy(
 
 def _report(answers: list[_Answer]) -> PolicyReport:
     answers = sorted(answers, key=lambda a: a.uid)
+    bad = [a for a in answers if not (math.isfinite(a.score) and math.isfinite(a.kl))]
+    if bad:
+        raise NonFiniteError(
+            f"{len(bad)} of {len(answers)} held-out answers have a score or KL that is not finite: "
+            "check the reward model and the actor's weights"
+        )
     count = len(answers)
     golds = [a.gold for a in answers if a.gold is not None]
     return PolicyReport(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import HybridEngine
-from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.models.chat_format import ChatFormat, Kind
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
 from rlhf_app.models.scalar_head import (
     ScalarHeadModel,
@@ -23,6 +24,8 @@ from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
 from stages.ppo.reward import RewardScorer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ def fold_normalisation(model: ScalarHeadModel, stats: ScoreStats) -> None:
     with torch.no_grad():
         model.head.bias.copy_((model.head.bias.float() - stats.mean) / std)
         model.head.weight.copy_(model.head.weight.float() / std)
+
+
+def _embeddings(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def load_models(
@@ -99,26 +106,41 @@ def load_models(
     stop_ids = eos_token_ids(actor_model)
     chat_format = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=stop_ids)
 
-    stats = read_reward_facts(inputs["reward"]).stats
+    facts = read_reward_facts(inputs["reward"])
     reward_model = load_scalar_model(inputs["reward"], **loading)
     reward_model.eval().requires_grad_(False)
     reward_tokenizer = load_tokenizer(inputs["reward"], trust_remote_code=trust)
-    same_tokenizer = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer)
+    # The reward model reads the actor's ids as they are where it knows all of them.
+    same_ids = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer) and (
+        _embeddings(reward_model.backbone) >= _embeddings(actor_model)
+    )
+    reward_format = ChatFormat(
+        reward_tokenizer,
+        cast("Kind", facts.chat_format) or config.data.chat_format,
+        extra_stop_ids=facts.eos_token_ids,
+    )
+    same_format = reward_format.kind == chat_format.kind and (
+        chat_format.kind != "template" or reward_tokenizer.chat_template == tokenizer.chat_template
+    )
     scorer = RewardScorer(
         model=reward_model,
-        stats=stats,
+        stats=facts.stats,
         settings=ppo,
         actor_format=chat_format,
-        own_format=None
-        if same_tokenizer
-        else ChatFormat(reward_tokenizer, config.data.chat_format),
+        own_format=None if same_ids and same_format else reward_format,
     )
+    if scorer.own_format is not None:
+        log.warning(
+            "the reward model was trained with another %s than the actor's: answers are "
+            "re-templated and re-encoded for it",
+            "chat format" if same_ids else "tokenizer",
+        )
 
-    if same_tokenizer:
+    if same_ids:
         critic_model = load_scalar_model(
             inputs["reward"], gradient_checkpointing=ppo.critic.gradient_checkpointing, **loading
         )
-        fold_normalisation(critic_model, stats)
+        fold_normalisation(critic_model, facts.stats)
     else:
         # The reward model cannot read the actor's ids: the critic starts from the actor's own
         # backbone, with a head of zeros so that its first values are neutral.

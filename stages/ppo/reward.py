@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from data_sources.examples import PromptExample
+from data_sources.examples import PromptExample, turns
 from rlhf_app.config.schema import PPOConfig
-from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_format import ChatFormat, UnsupportedTurns
+from rlhf_app.models.load import model_max_length
 from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
 from stages.ppo.experience import Answers, lay_out
 from stages.ppo.rewards import penalise_missing_eos
@@ -58,7 +60,7 @@ class RewardScorer:
             fp32 scores_B on the device of `answers`.
         """
         if self.own_format is not None:
-            answers = self._reencode(prompts, responses, answers.input_ids_BL.device)
+            answers = self._reencode(prompts, responses, stopped, answers.input_ids_BL.device)
         raw_B = answers.at_last(self.model(answers.input_ids_BL, answers.position_ids_BL))
         scores_B = self.stats.normalise(raw_B, clip=self.settings.reward_clip)
         if not self.settings.stop_at_eos:
@@ -74,19 +76,35 @@ class RewardScorer:
         self,
         prompts: Sequence[PromptExample],
         responses: Sequence[Sequence[int]],
+        stopped: Sequence[bool],
         device: torch.device,
     ) -> Answers:
+        """The same answers in the reward model's own format and ids.
+
+        An answer cut by length gets no end token there either. A row beyond the reward model's
+        positions loses the beginning of its prompt, or where the answer alone is too long,
+        that answer's end.
+        """
         assert self.own_format is not None
-        encoded = [
-            self.own_format.encode(
-                [(m.role, m.content) for m in prompt.record.messages],
-                self.actor_format.decode(response),
-                rendered=prompt.record.rendered,
-            )
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-        return lay_out(
-            [e.ids[: e.response_start] for e in encoded],
-            [e.ids[e.response_start :] for e in encoded],
-            device,
-        )
+        positions = model_max_length(self.model.config)
+        contexts, answers = [], []
+        for prompt, response, ended in zip(prompts, responses, stopped, strict=True):
+            try:
+                encoded = self.own_format.encode(
+                    turns(prompt.record),
+                    self.actor_format.decode(response),
+                    rendered=prompt.record.rendered,
+                )
+            except UnsupportedTurns as error:
+                raise ConfigError(
+                    f"prompt {prompt.uid} cannot be written in the reward model's chat format "
+                    f"({error}): use a reward model with another template, or --chat-format plain"
+                ) from error
+            answer = encoded.ids[encoded.response_start :]
+            if not ended and answer[-1] in self.own_format.stop_ids:
+                answer = answer[:-1]
+            answer = answer[: positions - 1]
+            context = encoded.ids[: encoded.response_start]
+            contexts.append(context[max(0, len(context) + len(answer) - positions) :])
+            answers.append(answer)
+        return lay_out(contexts, answers, device)

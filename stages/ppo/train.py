@@ -27,6 +27,7 @@ from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator
+from rlhf_app.models.limits import check_vocabulary
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
@@ -77,6 +78,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"ppo: {len(prompts)} training and {len(held_out)} evaluation prompts are left "
             f"(dropped: {dict(dropped)}): raise ppo.max_prompt_length or give --ppo-data"
         )
+    check_vocabulary(
+        models.actor.module, (p.input_ids for p in [*prompts, *held_out]), inputs["actor"]
+    )
     stream = PromptStream(prompts, config.seed)
     uids = rank_uids(ppo, dist)
     gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
