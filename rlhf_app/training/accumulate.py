@@ -8,7 +8,7 @@ sum(l) * world_size / total_weight; the result does not depend on how rows are c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ LossFunction = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient is NaN or infinite; raised on every rank, with weights untouched."""
+    """Loss, gradient or score is NaN or infinite; raised on every rank, weights untouched."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,23 @@ def optimizer_step(
         sums=dict(zip(names, summed[1:], strict=False)),
         skipped=skipped,
     )
+
+
+def check_evaluation(numbers: Mapping[str, float]) -> None:
+    """Refuses a model whose evaluation came out non-finite, before anything of it is saved.
+
+    Args:
+        numbers: results of the evaluation, the same on every rank.
+
+    Raises:
+        NonFiniteError: on every rank, with the first number that is not finite.
+    """
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise NonFiniteError(
+                f"the evaluation's {name} is not finite ({number}): the model is unusable and is "
+                "not saved. Lower the learning rate, or use dtype bf16 or fp32"
+            )
 
 
 def _plain_grad_norm(engine: Any) -> float | None:

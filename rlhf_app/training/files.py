@@ -17,12 +17,15 @@ def atomic_write_json(path: Path, value: Any) -> None:
     Args:
         path: the file; its directory is created.
         value: anything that JSON can hold.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot hold; nothing is written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
+            json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.distributed import Dist
 from stages.reward.batches import PairBatch
@@ -57,6 +58,9 @@ def evaluate(
         loss_of: the training loss.
         micro_batch_size: pairs of one forward.
         dist: this process's place.
+
+    Raises:
+        NonFiniteError: on every rank, when the loss or a score of any rank is not finite.
     """
     slices = rank_slices(range(len(lengths)), lengths, micro_batch_size, dist.rank, dist.world_size)
     totals = torch.zeros(6, dtype=torch.float64, device=dist.device)
@@ -68,6 +72,14 @@ def evaluate(
     engine.train()
     means = [total / len(lengths) for total in dist.sum(totals.tolist())]
     loss, accuracy, margin, chosen, rejected, squares = means
+    check_evaluation(
+        {
+            "loss": loss,
+            "mean chosen score": chosen,
+            "mean rejected score": rejected,
+            "mean squared score": squares,
+        }
+    )
     mean = (chosen + rejected) / 2
     variance = max(0.0, squares / 2 - mean * mean)
     return Evaluation(loss, accuracy, margin, chosen, rejected, mean, math.sqrt(variance))

@@ -13,6 +13,7 @@ from data_sources.examples import SequenceExample
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.models.chat_format import ChatFormat
+from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.distributed import Dist
 from stages.sft.batches import SFTBatch
@@ -62,6 +63,9 @@ def evaluate(
         loss_of: the training loss.
         micro_batch_size: rows of one forward.
         dist: this process's place.
+
+    Raises:
+        NonFiniteError: on every rank, when the loss of any rank is not finite.
     """
     lengths = [len(example.input_ids) for example in examples]
     slices = rank_slices(
@@ -76,7 +80,9 @@ def evaluate(
             tokens = batch.mask_BT.sum().to(dist.device)
             totals += torch.stack([loss.double(), metrics["correct"].double(), tokens.double()])
     engine.train()
-    return Evaluation(*dist.sum(totals.tolist()))
+    result = Evaluation(*dist.sum(totals.tolist()))
+    check_evaluation({"loss": result.nll})
+    return result
 
 
 def sample_answers(

@@ -17,6 +17,13 @@ def test_json_is_replaced_whole(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_json_holds_no_number_that_is_not_finite(tmp_path, number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        atomic_write_json(tmp_path / "result.json", {"score": {"mean": number}})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_directory_appears_only_on_success(tmp_path):
     target = tmp_path / "model"
     with atomic_directory(target) as temporary:
