@@ -40,7 +40,7 @@ from rlhf_app.output_directory import open_output_directory
 from rlhf_app.preflight import check_inputs, check_sizes
 from rlhf_app.report.final_table import print_final_table
 from rlhf_app.report.summary import write_summary
-from rlhf_app.reuse import decide
+from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 
 
@@ -78,6 +78,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
             },
         )
         decisions = decide(config, run, manifest, force=force)
+        check_nothing_needed_is_removed(config, run, decisions)
         _write_config(config, run)
         for decision in decisions:
             if decision.action == "reuse":
@@ -152,7 +153,7 @@ def _run_stage(
 ) -> None:
     """Start one stage from nothing and record how it ended."""
     # What a killed or forced stage left is half done: no part of it may be taken for the new.
-    shutil.rmtree(run.stage(stage), ignore_errors=True)
+    _remove_directory(run.stage(stage))
     run.logs(stage).mkdir(parents=True)
     record = StageRecord(
         status="running",
@@ -186,6 +187,19 @@ def _run_stage(
     )
     manifest.put(stage, done)
     _say(console, f"{stage}: finished in {clock(done.finished - done.started)}")
+
+
+def _remove_directory(path: Path) -> None:
+    """Remove a directory; of a symbolic link only the link, since its target is not ours."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be removed: {error.strerror}; use another --output-dir"
+        ) from None
 
 
 def _write_config(config: RunConfig, run: RunDirectory) -> None:

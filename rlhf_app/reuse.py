@@ -6,7 +6,10 @@ Otherwise the run stops and says what changed; `--force` does it and the later o
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
@@ -74,6 +77,60 @@ def decide(
     if force and all(decision.action == "reuse" for decision in decisions):
         return [Decision(stage, "run") for stage in config.stages]
     return decisions
+
+
+def check_nothing_needed_is_removed(
+    config: RunConfig, run: RunDirectory, decisions: Iterable[Decision]
+) -> None:
+    """A stage that runs starts from an empty directory: no input of the user may lie in it.
+
+    Args:
+        config: the run's settings.
+        run: its directory.
+        decisions: what happens to the stages.
+
+    Raises:
+        ConfigError: names the flag and the path.
+    """
+    for decision in decisions:
+        if decision.action == "run":
+            removed = run.stage(decision.stage)
+            for flag, name in _named_inputs(config):
+                if _lies_in(Path(name).expanduser(), removed):
+                    raise ConfigError(
+                        f"{flag} {name}: lies in {removed}, which this run empties before the "
+                        f"stage {decision.stage}; copy it elsewhere or use another --output-dir"
+                    )
+
+
+def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
+    """Flag and path of every model, data source and scorer file that the user named."""
+    data = config.data
+    named = [
+        ("--actor-model", config.model.actor or ""),
+        ("--reward-model", config.model.reward or ""),
+        ("--gold", (config.gold.scorer or "").rpartition(":")[0]),
+    ]
+    for flag, sources in (
+        ("--data", data.sources),
+        ("--sft-data", data.sft),
+        ("--reward-data", data.reward),
+        ("--ppo-data", data.ppo),
+        ("--eval-data", data.eval),
+    ):
+        named += [(flag, source.path) for source in sources]
+    return [(flag, name) for flag, name in named if name]
+
+
+def _lies_in(path: Path, directory: Path) -> bool:
+    """Whether an existing path is in a directory, as written or behind symbolic links."""
+    if not path.exists():
+        return False
+    # A link that is the directory itself is removed too, with the paths that lead through it.
+    outer = {directory.parent.resolve() / directory.name, directory.resolve()}
+    inner = {path.parent.resolve() / path.name, path.resolve(), Path(os.path.abspath(path))}
+    outer.add(Path(os.path.abspath(directory)))
+    return any(one.is_relative_to(other) for one in inner for other in outer)
 
 
 def differences(

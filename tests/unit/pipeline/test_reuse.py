@@ -13,7 +13,8 @@ from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
-from rlhf_app.reuse import decide
+from rlhf_app.pipeline import _remove_directory
+from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 
 
@@ -207,6 +208,54 @@ def test_finished_after_an_unfinished_one_is_not_overwritten(
     with pytest.raises(ConfigError, match=r"out/reward is finished.*an earlier stage"):
         actions(configure(), run, manifest)
     assert actions(configure(), run, manifest, force=True) == ["run"] * 3
+
+
+INSIDE = [
+    # (what lies inside, setting, flag)
+    ("out/sft/mine", "model.actor=out/sft/mine", "--actor-model out/sft/mine"),
+    ("out/reward/mine", "model.reward=out/reward/mine", "--reward-model out/reward/mine"),
+    ("out/sft/rows", "data.sources=[out/sft/rows]", "--data out/sft/rows"),
+    ("out/ppo/rows", "data.ppo=[out/ppo/../ppo/rows]", "--ppo-data out/ppo/../ppo/rows"),
+    ("out/sft/rows", "data.eval=[link/rows]", "--eval-data link/rows"),
+    ("out/ppo/s.py", "gold.scorer=out/ppo/s.py:f", "--gold out/ppo/s.py"),
+]
+
+
+@pytest.mark.parametrize(("inside", "change", "flag"), INSIDE)
+def test_inputs_in_a_directory_that_is_emptied_are_refused(
+    configure: Callable[..., RunConfig], inside: str, change: str, flag: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    Path(inside).mkdir(parents=True)
+    Path("link").symlink_to("out/sft")
+    config = configure(change)
+    with pytest.raises(ConfigError, match="which this run empties") as caught:
+        check_nothing_needed_is_removed(
+            config, run, decide(config, run, Manifest(run.manifest, {}), force=True)
+        )
+    assert str(caught.value).startswith(f"{flag}: lies in out/")
+
+
+def test_inputs_of_a_stage_that_stays_are_fine(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure("stages=[sft]"), run, ("sft",))
+    config = configure("model.reward=out/sft/model", "stages=[reward]")
+    decisions = decide(config, run, manifest, force=False)
+    assert [decision.action for decision in decisions] == ["run"]
+    check_nothing_needed_is_removed(config, run, decisions)
+
+
+def test_of_a_linked_stage_directory_only_the_link_goes(tmp_path: Path) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "sft"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    link.symlink_to(elsewhere)
+    _remove_directory(link)
+    assert not link.is_symlink()
+    assert (elsewhere / "kept").is_file()
+    _remove_directory(elsewhere)
+    assert not elsewhere.exists()
+    _remove_directory(elsewhere)
 
 
 def test_damaged_manifest(tmp_path: Path) -> None:
