@@ -7,15 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_sources.counts import SourceCounts
-from data_sources.fields import RowError
+from data_sources.fields import Row, RowError
 from data_sources.identity import content_uid
+from data_sources.normalise import Normalised
 from data_sources.ranked import assemble_trees
 from data_sources.readers import BadRow, RawRow
 from data_sources.records import Record
-from data_sources.shapes import recognise
+from data_sources.shapes import Shape, recognise
 from data_sources.sources import read_source
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
+
+UNEXPECTED = "values are not of the expected kind"
+_UNEXPECTED = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    StopIteration,
+    OverflowError,
+    RecursionError,
+)
 
 
 def load_source(
@@ -60,7 +72,7 @@ def load_source(
             counts.reject(row.reason, _sample(row.where, row.detail), size)
             continue
         try:
-            result = shape.normalise(row.values, shape.columns, verbatim)
+            result = _normalised(shape, row.values, verbatim)
         except RowError as error:
             counts.reject(error.reason, _sample(row.where, error.detail), size)
             continue
@@ -70,6 +82,16 @@ def load_source(
     counts.records = len(records)
     _check_share(counts, max_bad_fraction)
     return records, counts
+
+
+def _normalised(shape: Shape, row: Row, verbatim: bool) -> Normalised:
+    """Normalises one row; whatever its values trip over is a reason to count it."""
+    try:
+        return shape.normalise(row, shape.columns, verbatim)
+    except RowError:
+        raise
+    except _UNEXPECTED as error:
+        raise RowError(UNEXPECTED, f"{type(error).__name__}: {error}"[:80]) from error
 
 
 def _sample(where: str, detail: str) -> str:

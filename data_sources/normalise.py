@@ -101,6 +101,8 @@ def _open_prompt(turns: tuple[Message, ...], column: str) -> Prompt:
 def _history(row: Row, columns: Columns) -> list[Message]:
     """Earlier (question, answer) pairs, as LLaMA-Factory's Alpaca files have them."""
     pairs = row.get(columns["history"]) if "history" in columns else None
+    if pairs and not isinstance(pairs, (list, tuple)):
+        raise RowError("history is not a list of [question, answer]", type(pairs).__name__)
     messages: list[Message] = []
     for pair in pairs or []:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -294,6 +296,8 @@ def sampled(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 
 def _ids(row: Row, column: str) -> tuple[int, ...]:
     values = row.get(column) or ()
+    if not isinstance(values, (list, tuple)):
+        raise RowError(f"{column} are not a list", type(values).__name__)
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise RowError(f"{column} are not integers")
     return tuple(values)

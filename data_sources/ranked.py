@@ -40,7 +40,10 @@ def scored_pair(row: Row, columns: Columns, verbatim: bool) -> Normalised:
         first, second = "response_0", "response_1"
         lead = 1 - number_of(row, "better_response_id") * 2
     else:
-        first, second, *scores = next(names for names in _SCORED if names[0] in row)
+        names = next((names for names in _SCORED if names[0] in row), None)
+        if names is None:
+            raise RowError("the two answers are missing")
+        first, second, *scores = names
         lead = 1.0
         if row.get(scores[0]) is not None:
             lead = number_of(row, scores[0]) - number_of(row, scores[1])
@@ -135,7 +138,10 @@ def _tree_records(node: Row, before: tuple[Message, ...]) -> Iterator[Record]:
         node, before = stack.pop()
         text, is_user = text_of(node, "text"), node.get("role") == "prompter"
         path = (*before, Message("user" if is_user else "assistant", text))
-        replies = [r for r in node.get("replies") or [] if isinstance(r, dict)]
+        replies = node.get("replies") or []
+        if not isinstance(replies, (list, tuple)):
+            raise RowError("replies is not a list", type(replies).__name__)
+        replies = [r for r in replies if isinstance(r, dict)]
         kept = [r for r in replies if not r.get("deleted") and str(r.get("text") or "").strip()]
         if is_user and text.strip():
             yield _answered(merge_turns(path), kept)
@@ -144,8 +150,10 @@ def _tree_records(node: Row, before: tuple[Message, ...]) -> Iterator[Record]:
 
 def _answered(messages: tuple[Message, ...], replies: Sequence[Row]) -> Record:
     answers = [reply for reply in replies if reply.get("role") == "assistant"]
-    ranked = sorted((r for r in answers if r.get("rank") is not None), key=lambda r: r["rank"])
-    if len(ranked) >= 2 and ranked[0]["rank"] != ranked[-1]["rank"]:
+    places = [(number_of(r, "rank"), r) for r in answers if r.get("rank") is not None]
+    places.sort(key=lambda place: place[0])
+    ranked = [reply for _, reply in places]
+    if len(ranked) >= 2 and places[0][0] != places[-1][0]:
         chosen, rejected = (text_of(r, "text").strip() for r in (ranked[0], ranked[-1]))
         return Record(messages, chosen=chosen, rejected=rejected)
     if answers:
@@ -175,7 +183,7 @@ def assemble_trees(rows: Iterable[RawRow | BadRow]) -> Iterator[tuple[RawRow | B
         parent = row.values.get("parent_id")
         if not parent:
             roots.append(name)
-        elif parent in nodes:
+        elif isinstance(parent, str) and parent in nodes:
             nodes[parent][1]["replies"].append(node)
     reached: set[str] = set()
     for name in roots:

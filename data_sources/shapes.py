@@ -164,6 +164,10 @@ def _is_answer(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() not in ("", "true", "false")
 
 
+def _starts_with_from(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and is_turn(value[0]) and "from" in value[0]
+
+
 class _Seen:
     """Columns that have a value in the first rows, and which part each could play."""
 
@@ -217,7 +221,7 @@ class _Seen:
 
     def is_sharegpt(self) -> bool:
         (name, *_) = self.parts["messages"]
-        return self.values("messages", lambda v: bool(v) and "from" in v[0]) and bool(name)
+        return self.values("messages", _starts_with_from) and bool(name)
 
     def unknown(self, why: str = "") -> ConfigError:
         found = ", ".join(self.names) or "none"
