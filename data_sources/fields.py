@@ -48,6 +48,15 @@ class RowError(ValueError):
         self.detail = detail
 
 
+def encodable(text: str, column: str) -> str:
+    """Returns the text, and refuses half of a surrogate pair: no tokenizer takes it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"{column} is not valid Unicode", f"character {error.start + 1}") from None
+    return text
+
+
 def text_of(row: Row, column: str) -> str:
     """Returns the row's text; numbers become text, lists and objects are refused."""
     value = row.get(column)
@@ -55,7 +64,7 @@ def text_of(row: Row, column: str) -> str:
         raise RowError(f"{column} is missing")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RowError(f"{column} is not text", type(value).__name__)
-    return str(value)
+    return encodable(str(value), column)
 
 
 def answer_of(row: Row, column: str) -> str:
@@ -80,7 +89,7 @@ def number_of(row: Row, column: str) -> float:
         raise RowError(f"{column} is not a number", repr(value)[:40])
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise RowError(f"{column} is not a number", repr(value)[:40]) from None
     if not math.isfinite(number):
         raise RowError(f"{column} is not a number", str(number))
@@ -115,7 +124,7 @@ def _turn(item: object, column: str) -> Message:
         content = _joined_parts(content)
     if not isinstance(content, str):
         raise RowError(f"{column} has a turn without text", str(name))
-    return Message(role, content)
+    return Message(role, encodable(content, column))
 
 
 def _joined_parts(parts: Sequence[object]) -> str | None:

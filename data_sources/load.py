@@ -95,6 +95,8 @@ def _normalised(shape: Shape, row: Row, verbatim: bool) -> Normalised:
 
 
 def _sample(where: str, detail: str) -> str:
+    # Values are shown to the user: no half of a surrogate pair, and one line.
+    detail = " ".join(detail.encode("utf-8", "backslashreplace").decode("utf-8").split())
     return f"{where}: {detail}" if detail else where
 
 

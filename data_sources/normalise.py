@@ -16,6 +16,7 @@ from data_sources.fields import (
     Row,
     RowError,
     answer_of,
+    encodable,
     is_turn,
     number_of,
     optional_text,
@@ -30,6 +31,9 @@ Columns = Mapping[str, str]
 UNDESIRABLE = "answer labelled undesirable: prompt only"
 UNANSWERED = "conversation ends without an answer: prompt only"
 TOOLS_UNSEEN = "tools column is not shown to the model"
+
+# Differences of log-odds are a few units; a larger number is another scale or a broken row.
+MOST_MARGIN = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ def _history(row: Row, columns: Columns) -> list[Message]:
     for pair in pairs or []:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError("history is not a list of [question, answer]")
-        messages += [Message("user", str(pair[0])), Message("assistant", str(pair[1]))]
+        question, answer = (encodable(str(text), "history") for text in pair)
+        messages += [Message("user", question), Message("assistant", answer)]
     return messages
 
 
@@ -203,7 +208,12 @@ def preference(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 
 def _margin(row: Row) -> float | None:
     """Only a column of that name: scores of unknown scale are not log-odds."""
-    return number_of(row, "margin") if row.get("margin") not in (None, "") else None
+    if row.get("margin") in (None, ""):
+        return None
+    margin = number_of(row, "margin")
+    if abs(margin) > MOST_MARGIN:
+        raise RowError("margin is too large", f"{margin:g}")
+    return margin
 
 
 def _answers_in_turns(row: Row, columns: Columns, prompt: Prompt) -> tuple[Prompt, str, str]:

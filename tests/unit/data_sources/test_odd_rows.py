@@ -53,7 +53,17 @@ def load(tmp_path, rows, limit=0.5):
             "rank is not a number",
         ),
         (message("1", None), message("2", ["1"]), "its parent message is missing"),
-        (PAIR, {**PAIR, "margin": 10**400}, UNEXPECTED),
+        *[
+            (PAIR, {**PAIR, "margin": margin}, "margin is not a number")
+            for margin in (float("inf"), float("-inf"), float("nan"), "1e999", 10**400, [1])
+        ],
+        (PAIR, {**PAIR, "margin": 1e300}, "margin is too large"),
+        (PAIR, {**PAIR, "margin": "-1000001"}, "margin is too large"),
+        (
+            {"prompt": "p", "rendered": True, "chosen": "a", "rejected": "b"},
+            {"prompt": "p", "rendered": True, "chosen": "a", "rejected": "b", "margin": 1e7},
+            "margin is too large",
+        ),
     ],
 )
 def test_an_odd_row_is_counted_and_the_others_are_used(tmp_path, good, odd, reason):
@@ -88,3 +98,50 @@ def test_whatever_a_row_trips_over_is_a_bad_row(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("data_sources.load.recognise", lambda *_: Shape("any", trip, {}))
     with pytest.raises(ConfigError, match=f"mostly {UNEXPECTED} .*{kind.__name__}"):
         load(tmp_path, [PAIR])
+
+
+LONE = "smile \ud83d"
+
+
+@pytest.mark.parametrize(
+    ("good", "odd", "column"),
+    [
+        (PAIR, {**PAIR, "prompt": LONE}, "prompt"),
+        (PAIR, {**PAIR, "chosen": LONE}, "chosen"),
+        (PAIR, {**PAIR, "system": LONE}, "system"),
+        (
+            {"instruction": "i", "output": "o", "history": [["a", "b"]]},
+            {"instruction": "i", "output": "o", "history": [["a", LONE]]},
+            "history",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "q"}]},
+            {"messages": [{"role": "user", "content": LONE}]},
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "q"}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONE}]}]},
+            "messages",
+        ),
+        (tree([reply("a", 0)]), tree([reply(LONE, 0)]), "text"),
+        (IDS, {**IDS, "response": LONE}, "response"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path, good, odd, column):
+    records, counts = load(tmp_path, [good, odd])
+    assert len(records) == 1
+    assert dict(counts.unusable) == {f"{column} is not valid Unicode": 1}
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path):
+    (record,), _ = load(tmp_path, [{**PAIR, "chosen": "\U0001f600"}])
+    assert record.chosen == "\U0001f600"
+
+
+def test_what_is_shown_of_an_odd_row_is_one_printable_line(tmp_path):
+    turn = {"role": "a\nb\ud83d", "content": "q"}
+    with pytest.raises(ConfigError, match=r"unknown role") as caught:
+        load(tmp_path, [{"messages": [turn]}])
+    assert "a b\\ud83d" in str(caught.value)
+    assert "\n" not in str(caught.value)
