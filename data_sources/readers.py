@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_file(path: Path) -> Rows:
     try:
         with _opened(path) as stream:
             yield from reader(path, stream)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read: {reason}") from error
 
@@ -91,6 +92,9 @@ def _jsonl(path: Path, stream: IO[bytes]) -> Rows:
         except ValueError as error:  # includes UnicodeDecodeError
             yield BadRow(where, "not valid JSON", str(error))
             continue
+        except RecursionError:
+            yield BadRow(where, "JSON is nested too deeply", "")
+            continue
         yield _row(where, value)
 
 
@@ -104,6 +108,8 @@ def _json(path: Path, stream: IO[bytes]) -> Rows:
             yield from _jsonl(path, io.BytesIO(data))
             return
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: its JSON is nested too deeply") from error
     for number, row in enumerate(_rows_of_json(path, value), 1):
         yield _row(f"{path.name} row {number}", row)
 

@@ -27,6 +27,8 @@ def read_source(path: str, split: str | None = None, *, evaluation: bool = False
     Raises:
         ConfigError: nothing there, nothing readable in it, no such split, or no network.
     """
+    if not path.strip():
+        raise ConfigError("a data source has an empty path; name a file, directory or Hub dataset")
     place = Path(path).expanduser()
     wanted = (split,) if split else (EVALUATION_SPLITS if evaluation else TRAIN_SPLITS)
     if place.is_file():

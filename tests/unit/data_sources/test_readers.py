@@ -16,6 +16,9 @@ ROWS = [
     {"prompt": 'a\nb, "c"', "chosen": "é 中", "rejected": "x\t"},
     {"prompt": "d", "chosen": "", "rejected": "y"},
 ]
+DEEP = b"[" * 100_000 + b"]" * 100_000
+# A valid header, then a deflate block of a type that does not exist.
+CORRUPT = gzip.compress(b"")[:10] + b"\xff" * 20
 
 
 def write(path, rows=ROWS):
@@ -78,6 +81,22 @@ def test_bad_lines_are_counted_not_fatal_and_blank_lines_are_nothing(tmp_path):
     ]
 
 
+def test_a_line_nested_too_deeply_is_a_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'}\n{"a": 2}\n')
+    rows = list(read_file(path))
+    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+    assert (rows[1].where, rows[1].reason) == ("a.jsonl line 2", "JSON is nested too deeply")
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch, path):
+    write(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="empty path"):
+        read_source(path)
+
+
 def test_csv_rows_with_other_numbers_of_fields_are_bad(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("a,b\n1,2\n1\n1,2,3\n4,5\n")
@@ -110,6 +129,11 @@ def test_json_may_wrap_rows_be_columns_one_row_or_lines(tmp_path, text, expected
         ("a.parquet", b"no", "not a Parquet file"),
         ("a.arrow", b"nonsense", "not an Arrow file"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        ("a.jsonl.gz", CORRUPT, "cannot be read"),
+        ("a.csv.gz", CORRUPT, "cannot be read"),
+        ("a.parquet.gz", CORRUPT, "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}' * 99)[:-9], "cannot be read"),
+        ("a.json", DEEP, "nested too deeply"),
         ("a.csv", b"a,b\n\xff\xfe,1\n", "not UTF-8"),
         ("a.xlsx", b"", "unknown file type"),
     ],
