@@ -56,6 +56,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+def padding_id(tokenizer: Any) -> int:
+    """Id that fills up rows: the tokenizer's, or 0 where it has neither padding nor EOS token.
+
+    Any id of the vocabulary does, as no mask comes from padding ids.
+    """
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+
 def _only_a_path(path: str) -> bool:
     """Whether the name cannot be a Hub id (`name` or `owner/name`)."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,13 @@ def first_difference(chosen: Sequence[int], rejected: Sequence[int]) -> int:
 def pair_length(pair: PairExample) -> int:
     """Tokens of the longer row: what the pair costs in a batch."""
     return max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
+
+
+def token_rows(pairs: Iterable[PairExample]) -> Iterator[Sequence[int]]:
+    """Token ids of both answers of each pair."""
+    for pair in pairs:
+        yield pair.chosen.input_ids
+        yield pair.rejected.input_ids
 
 
 def collate(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from itertools import chain
 
 import torch
 
@@ -33,7 +34,7 @@ from rlhf_app.models.scalar_head import (
     new_scalar_model,
     save_scalar_model,
 )
-from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
@@ -44,7 +45,7 @@ from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.seeding import seed_everything
-from stages.reward.batches import PairBatch, collate, pair_length
+from stages.reward.batches import PairBatch, collate, pair_length, token_rows
 from stages.reward.evaluate import Evaluation, evaluate
 from stages.reward.loss import Sums, final_token_loss, token_wise_loss
 
@@ -96,8 +97,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"({dict(dropped)}): give --reward-data with chosen and rejected answers, or raise "
             f"data.max_length ({limit})"
         )
-    check_vocabulary(model.backbone, (p.chosen.input_ids for p in train), path)
-    check_vocabulary(model.backbone, (p.rejected.input_ids for p in train), path)
+    check_vocabulary(model.backbone, token_rows(chain(train, held_out)), path)
 
     # 3. The engine.
     total_steps = count_steps(len(train), settings.batch_size, settings.epochs, settings.max_steps)
@@ -113,7 +113,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     def batch_of(pairs: list[PairExample]) -> PairBatch:
         return collate(
             pairs,
-            tokenizer.pad_token_id,
+            padding_id(tokenizer),
             dist.device,
             limit=positions,
             use_margin=settings.use_margin,

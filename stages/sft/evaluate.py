@@ -109,8 +109,10 @@ def sample_answers(
     prompts = [example.input_ids[: example.response_start] for example in examples]
     params = SamplingParams(max_new_tokens=max_new_tokens, greedy=True, stop_ids=fmt.stop_ids)
     engine.eval()
-    rollout = Generator(engine.module, hybrid).rollout(prompts, params)
-    engine.train()
+    try:
+        rollout = Generator(engine.module, hybrid).rollout(prompts, params)
+    finally:
+        engine.train()
     return [
         {"prompt": fmt.decode(prompt), "response": fmt.decode(answer)}
         for prompt, answer in zip(prompts, rollout.tokens, strict=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.limits import check_vocabulary, length_limit
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
-from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
@@ -86,7 +87,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "
             f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({limit})"
         )
-    check_vocabulary(model, (row.input_ids for row in train), path)
+    check_vocabulary(model, (row.input_ids for row in chain(train, held_out)), path)
 
     # 3. The engine.
     total_steps = count_steps(len(train), sft.batch_size, sft.epochs, sft.max_steps)
@@ -102,7 +103,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     def batch_of(rows: list[SequenceExample]) -> SFTBatch:
         return collate(
-            rows, loss_on, tokenizer.pad_token_id, dist.device, limit=positions, filler=train[0]
+            rows, loss_on, padding_id(tokenizer), dist.device, limit=positions, filler=train[0]
         )
 
     def loss_of(batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -201,4 +202,9 @@ def _samples(
     if not chosen:
         log.info("no sample answers: no held-out prompt leaves room for %d tokens", tokens)
         return []
-    return sample_answers(engine, chosen, fmt, config.hybrid_engine, tokens)
+    try:
+        return sample_answers(engine, chosen, fmt, config.hybrid_engine, tokens)
+    except Exception as error:
+        # The model is trained and saved by now: whatever fails here costs only the samples.
+        log.warning("no sample answers: %s: %s", type(error).__name__, error)
+        return []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_app.errors import ConfigError
-from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
+from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
 
 
 def test_a_missing_pad_token_becomes_eos_without_new_ids(shared_dir):
@@ -17,6 +17,13 @@ def test_a_missing_pad_token_becomes_eos_without_new_ids(shared_dir):
 def test_an_existing_pad_token_stays(shared_dir):
     tokenizer = load_tokenizer(str(shared_dir / "tokenizers" / "opt"))
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<pad>", 1)
+
+
+def test_padding_without_a_pad_token_takes_any_id(shared_dir):
+    tokenizer = load_tokenizer(str(shared_dir / "tokenizers" / "opt"))
+    assert padding_id(tokenizer) == 1
+    tokenizer.pad_token = tokenizer.eos_token = None
+    assert padding_id(tokenizer) == 0
 
 
 @pytest.mark.parametrize(
