@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ import torch
 from rlhf_app.config.schema import Dtype
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -108,18 +114,32 @@ def load_pretrained(
 ) -> Any:
     """`auto_class.from_pretrained`, where weights that were not found are an error.
 
+    A model without sdpa, the default, is loaded with eager attention.
+
     Raises:
         ConfigError: as `load_causal_lm`.
     """
-    with load_errors(path, setting):
+
+    def load(attention: str) -> tuple[Any, dict[str, Any]]:
         model, info = auto_class.from_pretrained(
             path,
-            config=config,
+            config=copy.deepcopy(config),
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+        return model, info
+
+    with load_errors(path, setting):
+        try:
+            model, info = load(attn_implementation)
+        except ValueError as error:
+            # Raised before any weight is read.
+            if attn_implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
+                raise
+            _warn_eager(config.model_type)
+            model, info = load("eager")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -128,6 +148,12 @@ def load_pretrained(
             f"it is no {type(model).__name__} checkpoint"
         )
     return model
+
+
+@cache
+def _warn_eager(model_type: str) -> None:
+    """Warns once for each kind of model."""
+    log.warning("%s models have no sdpa attention: using eager, which is slower", model_type)
 
 
 def prepare_for_training(model: Any, device: torch.device, gradient_checkpointing: bool) -> Any:
@@ -194,6 +220,7 @@ def check_model_path(path: str, setting: str) -> None:
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ConfigError(f"{setting} {path}: no config.json in this directory")
+        _check_config_file(local / "config.json", f"{setting} {path}")
         weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
         if not any(True for pattern in weights for _ in local.glob(pattern)):
             raise ConfigError(f"{setting} {path}: no weights (*.safetensors) in this directory")
@@ -203,6 +230,18 @@ def check_model_path(path: str, setting: str) -> None:
         raise ConfigError(f"{setting} {path}: no such directory")
 
 
+def _check_config_file(file: Path, where: str) -> None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # transformers says what is wrong
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{where}: config.json holds a JSON {type(content).__name__}, not an object: "
+            "copy the model's own config.json there"
+        )
+
+
 @contextmanager
 def load_errors(path: str, setting: str) -> Iterator[None]:
     """Turns loading errors of transformers into one line.
@@ -210,12 +249,29 @@ def load_errors(path: str, setting: str) -> Iterator[None]:
     Raises:
         ConfigError: with the first line of the cause.
     """
+    from safetensors import SafetensorError
+
     try:
         yield
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{setting} {path}: a weights file (*.safetensors) is truncated or damaged "
+            f"({_first_line(error)}): copy or download it again"
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ConfigError(
+            f"{setting} {path}: config.json does not match the weights, whose shapes differ "
+            "(vocab_size or another size): restore the config.json that belongs to them"
+        ) from error
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         where = "" if Path(path).expanduser().is_dir() else " (neither a directory here nor "
         where += "" if not where else "a model that the Hub would give us)"
-        raise ConfigError(f"{setting} {path}{where}: {lines[0]}") from error
+        raise ConfigError(f"{setting} {path}{where}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,12 +9,15 @@ import transformers as tf
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.limits import check_vocabulary, length_limit
 from rlhf_app.models.load import (
+    _warn_eager,
     eos_token_ids,
     generation_eos_ids,
     load_causal_lm,
+    load_errors,
     model_max_length,
     resolve_dtype,
 )
+from rlhf_app.models.scalar_head import new_scalar_model
 
 CPU = torch.device("cpu")
 
@@ -129,6 +132,75 @@ def test_missing_weights_are_not_made_up(tmp_path):
     with pytest.raises(ConfigError) as error:
         load(path)
     assert "weights are not in the checkpoint (model.decoder.layers.2" in one_line(error)
+
+
+@pytest.mark.parametrize("size", [0, 100, -50])
+def test_truncated_weights(tmp_path, size):
+    path = opt(tmp_path / "m")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert one_line(error).startswith(f"model.actor {path}: a weights file")
+    assert "truncated" in one_line(error)
+
+
+def test_a_config_of_another_vocabulary(tmp_path):
+    path = opt(tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 48}))
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert one_line(error).startswith(f"model.actor {path}: config.json does not match the weights")
+
+
+def test_other_runtime_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="out of memory"), load_errors("m", "model.actor"):
+        raise RuntimeError("out of memory")
+
+
+def test_a_config_that_is_no_object(tmp_path):
+    path = opt(tmp_path / "m")
+    (path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert "config.json holds a JSON list, not an object" in one_line(error)
+
+
+NO_SDPA = {
+    "bloom": lambda: tf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2),
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=40, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=32,
+        attention_types=[[["global", "local"], 1]],
+    ),
+    "mamba": lambda: tf.MambaConfig(
+        vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=2
+    ),
+    "mpt": lambda: tf.MptConfig(vocab_size=40, d_model=16, n_heads=2, n_layers=2, max_seq_len=32),
+    "xglm": lambda: tf.XGLMConfig(
+        vocab_size=40, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2,
+        max_position_embeddings=32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", NO_SDPA)
+def test_models_without_sdpa_load_with_eager(tmp_path, caplog, family):
+    torch.manual_seed(0)
+    path = tmp_path / "m"
+    tf.AutoModelForCausalLM.from_config(NO_SDPA[family]()).save_pretrained(path)
+    ids = torch.arange(20)[None]
+    expected = tf.AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits
+    _warn_eager.cache_clear()
+    with caplog.at_level("WARNING", logger="rlhf_app"):
+        model = load(path)
+        load(path)
+    torch.testing.assert_close(model.eval()(ids).logits, expected)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_app")]
+    assert warning.startswith(f"{family} models have no sdpa")
+    # Reward models and critics load the trunk alone.
+    trunk = new_scalar_model(str(path), dtype=torch.float32, device=CPU, seed=0)
+    assert trunk.eval()(ids).shape == (1, 20)
 
 
 def test_unknown_architecture(tmp_path):
