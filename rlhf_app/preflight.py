@@ -53,8 +53,27 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
                 "ppo.actor.zero_stage = 3: rollouts need whole weights on each of the "
                 f"{num_processes} processes; use stage 0, 1 or 2 (--actor-zero-stage 2)"
             )
+    _check_engine(config)
     if config.gold.scorer is not None:
         _check_scorer(config.gold.scorer)
+
+
+def _check_engine(config: RunConfig) -> None:
+    """What the rollout engine would refuse after two stages of training."""
+    # Samples and evaluations use it in any case, so `enabled` does not matter here.
+    engine = config.hybrid_engine
+    if engine.inference_tp_size != 1:
+        raise ConfigError(
+            f"hybrid_engine.inference_tp_size = {engine.inference_tp_size}: rollouts run on whole "
+            "models; set it to 1"
+        )
+    row = config.ppo.max_prompt_length + config.ppo.max_response_length
+    limit = engine.max_out_tokens
+    if "ppo" in config.stages and limit is not None and limit < row:
+        raise ConfigError(
+            f"hybrid_engine.max_out_tokens = {limit}: ppo.max_prompt_length + "
+            f"ppo.max_response_length need {row}; set it to at least {row}, or to null"
+        )
 
 
 def _check_scorer(scorer: str) -> None:
@@ -66,6 +85,12 @@ def _check_scorer(scorer: str) -> None:
     source = scorer.rpartition(":")[0]
     if source.endswith(".py") and not Path(source).expanduser().is_file():
         raise ConfigError(f"--gold {scorer}: no file {source}")
+    from rlhf_app.scorers import load_scorer  # runs the user's code, so only when there is some
+
+    try:
+        load_scorer(scorer)
+    except ConfigError as error:
+        raise ConfigError(f"--gold {scorer}: {str(error).partition(': ')[2]}") from error
 
 
 def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:

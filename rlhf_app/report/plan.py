@@ -19,7 +19,7 @@ from rlhf_app.manifest import Manifest
 from rlhf_app.models.shapes import ModelShape, model_shape
 from rlhf_app.output_directory import check_output_directory
 from rlhf_app.preflight import check_inputs, check_sizes
-from rlhf_app.reuse import decide
+from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 
@@ -148,6 +148,7 @@ def command_lines(
     if run.manifest.is_file() and not resolved.embedded:
         manifest = Manifest.load(run.manifest)
         decisions = decide(config, run, manifest, force=force)
+        check_nothing_needed_is_removed(config, run, decisions)
         reused = {decision.stage for decision in decisions if decision.action == "reuse"}
     return [
         f"  {stage}: reused, unchanged"

@@ -20,7 +20,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "file.txt").write_text("x")
-    (tmp_path / "score.py").write_text("")
+    (tmp_path / "score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
 
 
 def configure(*sets: str) -> RunConfig:
@@ -61,7 +61,13 @@ SIZES = [
         "ppo.micro_batch_size 8 x processes 2); set ppo.rollout_batch_size to 48",
     ),
     (["ppo.rollout_batch_size=63", "stages=[sft]"], 1, None),  # not a chosen stage
-    (["gold.scorer=pkg.module:function"], 1, None),
+    (["gold.scorer=math:fsum"], 1, None),
+    (["gold.scorer=no_such_package:f"], 1, "--gold no_such_package:f: no module no_such_package"),
+    (["gold.scorer=score.py:bad"], 1, "--gold score.py:bad: score.py has no bad"),
+    (["hybrid_engine.inference_tp_size=2"], 1, "hybrid_engine.inference_tp_size = 2: rollouts"),
+    (["hybrid_engine.max_out_tokens=127", "stages=[sft]"], 1, None),
+    (["hybrid_engine.max_out_tokens=128"], 1, None),
+    (["hybrid_engine.max_out_tokens=127"], 1, "ppo.max_response_length need 128; set it to"),
     (["gold.scorer=pkg.module"], 1, "--gold pkg.module: expected module:function"),
     (["gold.scorer='a b:c'"], 1, "--gold a b:c: expected module:function"),
     (["gold.scorer=file:c:d"], 1, "--gold file:c:d: expected module:function"),
