@@ -58,7 +58,7 @@ def load_source(
         bad = next(row for row in rows if isinstance(row, BadRow))
         raise ConfigError(
             f"data source {source.path}: none of its {len(rows)} rows can be read "
-            f"({bad.where}: {bad.reason}: {bad.detail})"
+            f"({bad.where}: {_sample(bad.reason, bad.detail)})"
         )
     shape = recognise(source.path, good)
     counts.shape = shape.name

@@ -145,3 +145,10 @@ def test_what_is_shown_of_an_odd_row_is_one_printable_line(tmp_path):
         load(tmp_path, [{"messages": [turn]}])
     assert "a b\\ud83d" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_nothing_but_deep_json_is_an_error_with_its_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(ConfigError, match=r"\(a.jsonl line 1: JSON is nested too deeply\)"):
+        load_source(SourceConfig(path=str(path)), verbatim=False, max_bad_fraction=1.0)
