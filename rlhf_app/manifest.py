@@ -19,7 +19,8 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.files import atomic_write_json
 
-_FORMAT = 1
+# Raised whenever the manifest or a stage's result.json changes.
+_FORMAT = 2
 _GROUPS: dict[StageName, tuple[str, ...]] = {
     "sft": ("seed", "model.", "data.", "sft."),
     "reward": ("seed", "model.", "data.", "reward."),
@@ -68,8 +69,12 @@ class Manifest:
         self.stages = stages
 
     @classmethod
-    def load(cls, path: Path) -> Manifest:
+    def load(cls, path: Path, *, force: bool = False) -> Manifest:
         """Read a manifest; a missing file is an empty one.
+
+        Args:
+            path: `manifest.json`.
+            force: take what another version finished as not finished.
 
         Raises:
             ConfigError: the file is damaged or of another format.
@@ -79,7 +84,12 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
-                raise ConfigError(f"{path}: written by another version; use a new --output-dir")
+                if force:
+                    return cls(path, {})
+                raise ConfigError(
+                    f"{path.parent}: was made by another version of this program; use --force to "
+                    "redo its stages, or another --output-dir"
+                )
             return cls(path, {k: StageRecord(**v) for k, v in content["stages"].items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):

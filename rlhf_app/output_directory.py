@@ -34,8 +34,12 @@ def check_output_directory(run: RunDirectory) -> None:
 
 
 @contextmanager
-def open_output_directory(run: RunDirectory) -> Iterator[Manifest]:
+def open_output_directory(run: RunDirectory, *, force: bool = False) -> Iterator[Manifest]:
     """Create or reopen a run directory and hold its lock.
+
+    Args:
+        run: the directory.
+        force: reopen it also when another version of this program made it.
 
     Yields:
         Its manifest, which is on disk from here on.
@@ -59,6 +63,7 @@ def open_output_directory(run: RunDirectory) -> Iterator[Manifest]:
                 f"--output-dir {run.path}: another rlhf is running there; wait for it or name "
                 "another directory"
             ) from None
-        manifest = Manifest.load(run.manifest)
-        manifest.save()
+        manifest = Manifest.load(run.manifest, force=force)
+        if not run.manifest.is_file():
+            manifest.save()
         yield manifest

@@ -39,7 +39,7 @@ from rlhf_app.manifest import (
 from rlhf_app.output_directory import open_output_directory
 from rlhf_app.preflight import check_inputs, check_sizes
 from rlhf_app.report.final_table import print_final_table
-from rlhf_app.report.summary import write_summary
+from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 
@@ -65,7 +65,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
     run = RunDirectory(config.output_dir)
     if not resolved.embedded:
         check_inputs(config, run)
-    with open_output_directory(run) as manifest:
+    with open_output_directory(run, force=force) as manifest:
         if resolved.embedded:
             _check_seed(config, run, manifest, force)
             config = use_embedded_default(config, run, console)
@@ -79,6 +79,9 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
         )
         decisions = decide(config, run, manifest, force=force)
         check_nothing_needed_is_removed(config, run, decisions)
+        # What stays must be readable: the summary at the end is the wrong time to find out.
+        redone = [decision.stage for decision in decisions if decision.action == "run"]
+        collect_summary(run, without=redone)
         _write_config(config, run)
         for decision in decisions:
             if decision.action == "reuse":

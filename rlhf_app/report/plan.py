@@ -146,7 +146,7 @@ def command_lines(
     reused: set[StageName] = set()
     # The embedded model and data need not exist yet, so their content cannot be compared.
     if run.manifest.is_file() and not resolved.embedded:
-        manifest = Manifest.load(run.manifest)
+        manifest = Manifest.load(run.manifest, force=force)
         decisions = decide(config, run, manifest, force=force)
         check_nothing_needed_is_removed(config, run, decisions)
         reused = {decision.stage for decision in decisions if decision.action == "reuse"}

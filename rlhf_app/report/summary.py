@@ -24,9 +24,11 @@ Keys, each present when its stage is finished in the run directory:
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
-from rlhf_app.config.schema import STAGES
+from rlhf_app.config.schema import STAGES, StageName
+from rlhf_app.errors import ConfigError
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.files import atomic_write_json
 
@@ -45,25 +47,51 @@ def write_summary(run: RunDirectory) -> dict[str, Any]:
 
     Returns:
         What was written.
+
+    Raises:
+        ConfigError: a result is damaged or of another version.
+    """
+    summary = collect_summary(run)
+    atomic_write_json(run.summary, summary)
+    return summary
+
+
+def collect_summary(run: RunDirectory, without: Collection[StageName] = ()) -> dict[str, Any]:
+    """The content of `summary.json`, from the results that are there.
+
+    Args:
+        run: the run directory.
+        without: stages to leave out.
+
+    Raises:
+        ConfigError: a result is damaged or of another version.
     """
     summary: dict[str, Any] = {"stages": {}}
     for stage in STAGES:
-        if not run.result(stage).is_file():
-            continue
-        result = json.loads(run.result(stage).read_text(encoding="utf-8"))
-        summary["stages"][stage] = {
-            "wall_seconds": result["wall_seconds"],
-            "startup_seconds": result["startup_seconds"],
-            "artifact": str(run.artifact(stage)),
-            "rows": result["rows"],
-        }
-        summary[stage] = {key: result[key] for key in _KEPT[stage]}
-    if "ppo" in summary:
+        if stage not in without and run.result(stage).is_file():
+            try:
+                _add_stage(summary, run, stage)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(
+                    f"{run.result(stage)}: is damaged or was made by another version of this "
+                    f"program; use --force to redo {stage}, or another --output-dir"
+                ) from None
+    summary["total_wall_seconds"] = sum(s["wall_seconds"] for s in summary["stages"].values())
+    return summary
+
+
+def _add_stage(summary: dict[str, Any], run: RunDirectory, stage: StageName) -> None:
+    result = json.loads(run.result(stage).read_text(encoding="utf-8"))
+    summary["stages"][stage] = {
+        "wall_seconds": result["wall_seconds"],
+        "startup_seconds": result["startup_seconds"],
+        "artifact": str(run.artifact(stage)),
+        "rows": result["rows"],
+    }
+    summary[stage] = {key: result[key] for key in _KEPT[stage]}
+    if stage == "ppo":
         policies = summary["ppo"]["policies"]
         golds = {name: numbers.get("gold") for name, numbers in policies.items()}
         summary["ppo"]["gold"] = None if None in golds.values() else golds
         for key in ("kl_per_answer", "distinct_3", "answer_length"):
             summary["ppo"][key] = policies["ppo"][key]
-    summary["total_wall_seconds"] = sum(s["wall_seconds"] for s in summary["stages"].values())
-    atomic_write_json(run.summary, summary)
-    return summary

@@ -13,6 +13,7 @@ from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
+from rlhf_app.output_directory import open_output_directory
 from rlhf_app.pipeline import _remove_directory
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
@@ -260,10 +261,18 @@ def test_of_a_linked_stage_directory_only_the_link_goes(tmp_path: Path) -> None:
 
 def test_damaged_manifest(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
-    for text in ("{", "[]", '{"format": 1, "stages": {"sft": {"status": "finished"}}}'):
+    for text in ("{", "[]", '{"format": 2, "stages": {"sft": {"status": "finished"}}}'):
         path.write_text(text)
         with pytest.raises(ConfigError, match="damaged"):
             Manifest.load(path)
-    path.write_text('{"format": 99, "stages": {}}')
-    with pytest.raises(ConfigError, match="another version"):
+
+
+def test_a_manifest_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    old = '{"format": 1, "stages": {"sft": {"of": "old"}}}'
+    path.write_text(old)
+    with pytest.raises(ConfigError, match=r"made by another version.*--force"):
         Manifest.load(path)
+    with open_output_directory(RunDirectory(tmp_path), force=True) as manifest:
+        assert manifest.stages == {}
+        assert path.read_text() == old  # until a stage really starts

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from rlhf_app.config.load import load_config, parse_set
 from rlhf_app.deployment.topology import Topology
+from rlhf_app.errors import ConfigError
 from rlhf_app.report.final_table import print_final_table
 from rlhf_app.report.plan import batch_lines, changed_settings, model_lines
-from rlhf_app.report.summary import write_summary
+from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.run_directory import RunDirectory
 
 ROWS = {"train": 1500, "eval": 20, "dropped": {"too long": 3, "no answer": 1200, "odd": 0}}
@@ -90,6 +91,14 @@ def test_summary_has_the_documented_keys(tmp_path: Path) -> None:
 def test_summary_of_some_stages(tmp_path: Path) -> None:
     summary = write_summary(finished(tmp_path, "sft"))
     assert set(summary) == {"stages", "sft", "total_wall_seconds"}
+
+
+def test_results_of_another_version(tmp_path: Path) -> None:
+    run = finished(tmp_path, "sft", "ppo")
+    run.result("ppo").write_text('{"wall_seconds": 1.0, "startup_seconds": 0.5, "rows": {}}')
+    with pytest.raises(ConfigError, match=r"ppo/result.json: .*another version.*--force"):
+        write_summary(run)
+    assert set(collect_summary(run, without=["ppo"])["stages"]) == {"sft"}
 
 
 def show(run: RunDirectory) -> str:
