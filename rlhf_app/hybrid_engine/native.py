@@ -28,7 +28,8 @@ def native_rollout(
     params: SamplingParams,
     slots: int,
 ) -> Rollout:
-    """Answer every prompt, `slots` at a time, left-padded.
+    """Answer every prompt, `slots` at a time: left-padded, or where the model cannot be told
+    positions, in batches of one length.
 
     Args:
         model: the model; its mode is restored.
@@ -41,18 +42,20 @@ def native_rollout(
         What `DecodeLoop.run` returns; `prefill_seconds` is 0, as it is not seen apart.
     """
     start = time.perf_counter()
-    tokens: list[list[int]] = []
-    logprobs: list[torch.Tensor] = []
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[torch.Tensor] = [torch.empty(0) for _ in prompts]
     steps = row_steps = 0
     with model.evaluation(), _plain_generation_config(model.model):
-        for first in range(0, len(prompts), slots):
-            batch = prompts[first : first + slots]
-            keys = request_keys(params.seed, params.step, uids[first : first + slots])
-            drawn_BT, drawn_logprobs_BT = _generate(model, batch, keys, params)
-            for row, values in zip(drawn_BT.tolist(), drawn_logprobs_BT.cpu(), strict=True):
+        for batch in _batches(prompts, slots, ragged=model.takes_positions):
+            keys = request_keys(params.seed, params.step, [uids[i] for i in batch])
+            drawn_BT, drawn_logprobs_BT = _generate(
+                model, [prompts[i] for i in batch], keys, params
+            )
+            rows = zip(batch, drawn_BT.tolist(), drawn_logprobs_BT.cpu(), strict=True)
+            for index, row, values in rows:
                 count = _answer_length(row, params.stop_ids)
-                tokens.append(row[:count])
-                logprobs.append(values[:count].clone())
+                tokens[index] = row[:count]
+                logprobs[index] = values[:count].clone()
             steps += drawn_BT.shape[1]
             row_steps += drawn_BT.numel()
     total = time.perf_counter() - start
@@ -70,6 +73,16 @@ def native_rollout(
             row_steps=row_steps,
         ),
     )
+
+
+def _batches(prompts: Sequence[Sequence[int]], slots: int, ragged: bool) -> Iterator[list[int]]:
+    """Indices of each batch. Not `ragged`: a model without position_ids may count padding."""
+    groups: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(0 if ragged else len(prompt), []).append(index)
+    for group in groups.values():
+        for first in range(0, len(group), slots):
+            yield group[first : first + slots]
 
 
 def _generate(

@@ -40,3 +40,19 @@ def test_the_models_own_generation_defaults_play_no_part(build, prompts):
     model.generation_config = config
     assert Generator(model).rollout(prompts, params).tokens == want
     assert model.generation_config is config
+
+
+def test_a_model_without_positions_sees_no_padding(prompts):
+    torch.manual_seed(0)
+    config = tf.BartConfig(
+        vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4,
+        decoder_ffn_dim=48, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+        max_position_embeddings=64, init_std=0.25, is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    model = tf.BartForCausalLM(config).eval()
+    got = Generator(model).rollout(prompts, SamplingParams(6, seed=3), max_slots=7)
+    for prompt, answer, logprobs in zip(prompts, got.tokens, got.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        want = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, want, atol=1e-4, rtol=0)
