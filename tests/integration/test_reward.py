@@ -110,3 +110,13 @@ def test_margins_are_read_from_the_data(tiny_lm, run_stage, eval_file):
     plain, demanding, ignored = (run["metrics"][1]["loss"] for run in runs)
     assert demanding > plain + 1.0
     assert ignored == plain
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_became_nan_is_not_saved(tiny_lm, run_stage, eval_file, tmp_path, ranks):
+    broken = settings(learning_rate=1e30, epochs=1, max_steps=1)
+    with pytest.raises(AssertionError, match="NonFiniteError"):
+        run_stage("reward", TRAIN, tiny_lm, ranks=ranks, data=eval_file, **broken)
+    assert list(tmp_path.glob("*/reward/metrics.jsonl"))
+    assert not list(tmp_path.glob("*/reward/result.json"))
+    assert not list(tmp_path.glob("*/reward/model"))
