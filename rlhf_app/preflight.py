@@ -83,7 +83,7 @@ def _check_scorer(scorer: str) -> None:
             "my_scores:politeness"
         )
     source = scorer.rpartition(":")[0]
-    if source.endswith(".py") and not Path(source).expanduser().is_file():
+    if source.endswith(".py") and not _is_file(Path(source).expanduser()):
         raise ConfigError(f"--gold {scorer}: no file {source}")
     from rlhf_app.scorers import load_scorer  # runs the user's code, so only when there is some
 
@@ -91,6 +91,13 @@ def _check_scorer(scorer: str) -> None:
         load_scorer(scorer)
     except ConfigError as error:
         raise ConfigError(f"--gold {scorer}: {str(error).partition(': ')[2]}") from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for a file
+        return False
 
 
 def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:

@@ -123,8 +123,13 @@ Stages = Annotated[
     ),
 ]
 OutputDir = Annotated[
-    Path | None,
-    typer.Option("--output-dir", help="The run directory (default: output).", rich_help_panel=_RUN),
+    str | None,  # a Path would make "." of an empty text
+    typer.Option(
+        "--output-dir",
+        metavar="PATH",
+        help="The run directory (default: output).",
+        rich_help_panel=_RUN,
+    ),
 ]
 Seed = Annotated[
     int | None,

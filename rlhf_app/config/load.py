@@ -6,18 +6,18 @@ remembers where it came from, so that an error can say so.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from rlhf_app.config.keys import all_fields, did_you_mean, flatten, section_type
 from rlhf_app.config.problems import describe
 from rlhf_app.config.schema import RunConfig
-from rlhf_app.config.yaml_files import parse_yaml, read_mapping
+from rlhf_app.config.yaml_files import parse_value, parse_yaml, read_mapping
 from rlhf_app.errors import ConfigError
 
 DEFAULT_DATA = "Dahoas/rm-static"
@@ -84,11 +84,16 @@ def parse_set(argument: str) -> Override:
     """
     key, equals, text = argument.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {argument}: expected key=value, for example ppo.kl_coef=0.05")
+        raise ConfigError(
+            f"--set {_short(argument)}: expected key=value, for example ppo.kl_coef=0.05"
+        )
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {argument}: the value is not valid YAML; quote it") from None
+        value = parse_value(text, "")
+    except ConfigError as error:
+        reason = str(error).rpartition(": ")[2]
+        raise ConfigError(
+            f"--set {_short(argument)}: the value is not valid YAML; quote it ({reason})"
+        ) from None
     return Override(key.strip(), value, "--set")
 
 
@@ -173,6 +178,10 @@ def with_values(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
     return validate(values, {})
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
 class _Layers:
     """Dotted values and their origins; a later layer replaces earlier values."""
 
@@ -204,7 +213,7 @@ class _Layers:
                 yield from self._leaves(value, f"{key}.", origin)
             elif value is not None:  # an empty group in YAML is None and means nothing set
                 raise ConfigError(
-                    f"{key} = {value!r} (from {origin}): expected a group of settings"
+                    f"{key} = {reprlib.repr(value)} (from {origin}): expected a group of settings"
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -10,6 +11,8 @@ from pydantic_core import ErrorDetails
 from rlhf_app.config.keys import all_fields, did_you_mean
 
 _LONGEST_VALUE = 80
+_VALUES = reprlib.Repr()  # never writes a large value out whole, only to cut it
+_VALUES.maxstring = _VALUES.maxother = _VALUES.maxlong = _LONGEST_VALUE + 1
 
 
 def describe(error: ValidationError, origins: Mapping[str, str]) -> str:
@@ -51,7 +54,7 @@ def _line(key: str, details: list[ErrorDetails], origins: Mapping[str, str]) -> 
         return _expected(first)
     wanted = dict.fromkeys(_expected(detail) for detail in details)
     expected = " or ".join(wanted).replace(" or expected ", " or ")
-    value = repr(first["input"])
+    value = _VALUES.repr(first["input"])
     if len(value) > _LONGEST_VALUE:
         value = value[:_LONGEST_VALUE] + "..."
     return f"{key} = {value}{came_from}: {expected}"

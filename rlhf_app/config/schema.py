@@ -40,14 +40,26 @@ class Section(BaseModel):
     )
 
 
-def _expand_home(value: object) -> object:
-    """A shell expands `~` in flags; nobody else does it in YAML files."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, on Linux
+
+
+def _clean_path(value: object) -> object:
+    """Refuse what no file can be called, and expand `~` as a shell does in flags."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("expected a path or name, not an empty one")
+        if "\0" in value:
+            raise ValueError("expected a path or name without a null character")
+        if len(value.encode(errors="replace")) > _LONGEST_PATH or any(
+            len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/")
+        ):
+            raise ValueError("too long for the name of a file")
     if isinstance(value, str) and (value == "~" or value.startswith("~/")):
         return str(Path(value).expanduser())
     return value
 
 
-Location = Annotated[str, BeforeValidator(_expand_home)]
+Location = Annotated[str, BeforeValidator(_clean_path)]
 
 
 class ModelConfig(Section):
@@ -336,8 +348,10 @@ class DeploymentConfig(Section):
 class RunConfig(Section):
     """One run, whole."""
 
-    seed: int = Field(1234, ge=0, description="Of data order, initialisation and sampling.")
-    output_dir: Annotated[Path, BeforeValidator(_expand_home)] = Field(
+    seed: int = Field(
+        1234, ge=0, le=2**31 - 1, description="Of data order, initialisation and sampling."
+    )
+    output_dir: Annotated[Path, BeforeValidator(_clean_path)] = Field(
         Path("output"), description="The run directory."
     )
     stages: tuple[StageName, ...] = Field(STAGES, description="Stages to run, in order.")

@@ -227,3 +227,38 @@ def test_every_preset_is_valid(name: str) -> None:
 
 def test_presets_by_name() -> None:
     assert preset_names() == ("single_gpu", "single_node", "tiny_cpu")
+
+
+BROKEN = [
+    ("? [1, 2]\n: 3", "a key is a list"),
+    ("sft: " + "[" * 5000, "nested too deeply"),
+    ("seed: 2024-99-99", "not valid YAML"),
+    ('output_dir: "a\\0b"', "null character"),
+    ("sft: [&a [l, l], &b [*a, *a]]", "anchors and aliases"),
+    ("seed: &a 1", "anchors and aliases"),
+    ("model: {actor: ''}", "not an empty one"),
+    ("data: {sft: ['']}", "not an empty one"),
+    ("output_dir: ''", "not an empty one"),
+    (f"model: {{actor: {'x' * 300}}}", "too long"),
+    (f"data: {{sources: [{'x' * 300}]}}", "too long"),
+    (f"output_dir: {'x' * 300}", "too long"),
+    ("seed: 99999999999999999999999999", "less than or equal to 2147483647"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN)
+def test_hostile_files_end_in_one_short_line(tmp_path: Path, text: str, message: str) -> None:
+    actor = [] if "model" in text else [ACTOR]
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(config_file=write(tmp_path / "run.yaml", text), overrides=actor)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "argument", ["seed=2024-99-99", "seed=&a 1", "sft.epochs=" + "[" * 5000, "seed={? [1]: 2}"]
+)
+def test_hostile_values_of_set(argument: str) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML; quote it") as caught:
+        parse_set(argument)
+    assert len(str(caught.value)) < 300
