@@ -2,7 +2,9 @@
 
 A two-token forward must call our attention exactly once per layer, with arguments that it
 can honour and masks that it reproduces. Some families never call it, without any error
-(GPT-Neo, BLOOM, Falcon, MPT); others keep part of their state elsewhere (linear attention).
+(GPT-Neo, BLOOM, Falcon, MPT); others keep part of their state elsewhere (linear attention,
+or a state-space mixer beside the attention of every layer). So a few tokens are then decoded
+and their logits compared with those of the training forward.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_app.hybrid_engine.attention import AttentionCall, workspace_attention
+from rlhf_app.hybrid_engine.attention import AttentionCall, Decode, Prefill, workspace_attention
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
-from rlhf_app.hybrid_engine.kv_workspace import LayerShape
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 
 _PROBE = "rlhf_kv_workspace_probe"
 
@@ -29,6 +31,13 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 # RoPE whose table depends on the longest row of the batch: cached keys would turn stale.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# Tokens of the numeric check, the last two of them decoded one by one.
+_CHECK_TOKENS = 8
+# Largest |decoded - trained| over |trained|, norms of logits without their mean. Summation
+# order alone makes 1e-6 in fp32 (1e-3 with TF32) and a few percent in a deep bf16 model.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-3, torch.float16: 5e-2}
+_LOW_PRECISION_TOLERANCE = 0.15
+_TEXT_LENGTH = 120
 
 
 class Unsupported(Exception):
@@ -53,7 +62,7 @@ class Capability:
 
 
 def probe(model: InferenceModel) -> Capability:
-    """Run the two-token forward.
+    """Run the two-token forward and the numeric check.
 
     Args:
         model: the model asked; it is left as it was.
@@ -63,9 +72,18 @@ def probe(model: InferenceModel) -> Capability:
     """
     limit: int | None = getattr(model.text_config, "max_position_embeddings", None)
     try:
-        return Capability(_probe(model), None, limit, _engine_positions(model))
+        layers = _probe(model)
+        _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
+        return Capability(layers, None, limit, _engine_positions(model))
     except Unsupported as error:
         return Capability((), str(error), limit)
+    except Exception as error:  # whatever a model of an unknown family raises
+        text = " ".join(str(error).split())
+        if len(text) > _TEXT_LENGTH:
+            text = text[: _TEXT_LENGTH - 3] + "..."
+        return Capability(
+            (), f"a forward that runs over the workspace ({type(error).__name__}: {text})", limit
+        )
 
 
 def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
@@ -84,6 +102,45 @@ def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
             f"({len(recorder.shapes)} of {expected} layers called it)"
         )
     return tuple(recorder.shapes[layer] for layer in range(expected))
+
+
+def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length: int) -> None:
+    """Compare prefill and decode with the training forward, on two rows of unlike lengths."""
+    if length < 4:
+        return
+    vocabulary = model.model.get_input_embeddings().weight.shape[0]
+    ids = [[(5 + 7 * i + 3 * row) % vocabulary for i in range(length)] for row in range(2)]
+    ids_BP = torch.tensor(ids, device=model.device)
+    rows = torch.arange(2, device=model.device)
+    lengths_B = torch.tensor([length - 2, length - 3], device=model.device)
+    with model.evaluation():
+        trained = model.model(
+            input_ids=ids_BP, attention_mask=torch.ones_like(ids_BP), use_cache=False,
+            return_dict=True,
+        ).logits  # fmt: skip
+    workspace = KVWorkspace(layers, model.dtype, model.device)
+    workspace.borrow(2, length)
+    with model.session():
+        got = [model.prefill(ids_BP[:, : length - 2], lengths_B, Prefill(workspace, 0))]
+        for step in range(2):
+            at_B = lengths_B + step
+            decode = Decode(workspace, at_B, length - 2 + step, equal=False)
+            got.append(model.decode(ids_BP[rows, at_B], at_B, decode))
+    want = torch.stack([trained[rows, lengths_B - 1 + step] for step in range(3)]).float()
+    have = torch.stack(got).float()
+    if not want.isfinite().all():  # broken weights: nothing to compare with
+        return
+    scale = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
+    gap = (have - want).norm(dim=-1)
+    tolerance = max(
+        _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in (model.dtype, trained.dtype)
+    )
+    if not bool((gap <= tolerance * scale).all()):
+        worst = float((gap / scale).max())
+        raise Unsupported(
+            f"decoded logits equal to the training forward's (they differ by {worst:.2g} of "
+            "their size: part of the state may live outside the attention)"
+        )
 
 
 @dataclass(slots=True)

@@ -75,6 +75,16 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "gpt-oss": lambda: tf.GptOssConfig(
         **_LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=4,
     ),
+    # A state-space mixer beside each layer's attention; a forward that insists on a mask.
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **_LLAMA, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1,
+        mamba_d_state=8, mamba_d_conv=4, mamba_chunk_size=8,
+    ),
+    "xglm": lambda: tf.XGLMConfig(
+        vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
+        max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    ),
 }  # fmt: skip
 
 Build = Callable[[str], tf.PreTrainedModel]

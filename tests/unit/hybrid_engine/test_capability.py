@@ -24,6 +24,8 @@ def test_layer_shapes_come_from_the_calls(build):
         ("bloom", "position_ids"),
         ("falcon", "0 of 2 layers called it"),
         ("gpt-oss", "attention argument 's_aux'"),
+        ("falcon-h1", "decoded logits equal to the training forward's"),
+        ("xglm", "a forward that runs over the workspace .ValueError: Attention mask"),
     ],
 )
 def test_what_is_missing_is_named(family, missing, build):
@@ -94,3 +96,29 @@ def test_rope_that_depends_on_the_batch_bounds_the_engine(build):
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
     }  # fmt: skip
     assert _probe(model).engine_positions == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["opt", "llama", "gemma2", "mistral-window", "mixtral"])
+def test_the_numeric_check_allows_for_the_precision(family, dtype, build):
+    for seed in range(3):
+        assert _probe(build(family, seed).to(dtype)).missing is None
+    model = build(family)
+    state = torch.get_rng_state()
+    _probe(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_numeric_check_sees_a_wrong_decode(dtype, build, monkeypatch):
+    decode = InferenceModel.decode
+    monkeypatch.setattr(InferenceModel, "decode", lambda s, t, p, k: decode(s, t, p + 1, k))
+    assert "decoded logits" in _probe(build("gpt2").to(dtype)).missing
+
+
+def test_a_long_error_is_cut(build, monkeypatch):
+    def fail(*_):
+        raise ValueError("x " * 500)
+
+    monkeypatch.setattr(InferenceModel, "prefill", fail)
+    assert len(_probe(build("llama")).missing) < 200
