@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 import traceback
@@ -13,6 +14,13 @@ from pathlib import Path
 from rlhf_app.config.schema import StageName
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.files import atomic_write_json
+
+# As torchrun writes it: "rank : 1 (local_rank: 1)", then "exitcode : -9 (pid: 7)".
+_DEATH = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-\d+) ", re.MULTILINE)
+_LOST_PEER = re.compile(
+    r"connection|gloo|nccl|\bpeer\b|socket|tcpstore|broken pipe|DistBackendError|DistNetworkError",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,25 @@ def first_error(
         if path.is_file():
             found.append((rank, WorkerError(**json.loads(path.read_text(encoding="utf-8")))))
     return min(found, key=lambda item: item[1].time, default=None)
+
+
+def killed_rank(launcher_log: Path) -> tuple[int, int] | None:
+    """The rank that torchrun saw die by a signal, and its negative exit code.
+
+    SIGTERM does not count: torchrun sends it to the others once one has failed.
+    """
+    if not launcher_log.is_file():
+        return None
+    text = launcher_log.read_text(encoding="utf-8", errors="replace")
+    for rank, code in _DEATH.findall(text):
+        if -int(code) != signal.SIGTERM:
+            return int(rank), int(code)
+    return None
+
+
+def is_lost_peer(error: WorkerError) -> bool:
+    """Whether an error only says that another process went away."""
+    return _LOST_PEER.search(error.last_line) is not None
 
 
 def describe_exit(code: int) -> str:

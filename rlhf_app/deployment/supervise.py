@@ -13,7 +13,13 @@ from rich.console import Console
 
 from rlhf_app.config.schema import StageName
 from rlhf_app.deployment.child_process import start, stop
-from rlhf_app.deployment.failures import describe_exit, first_error, last_log_line
+from rlhf_app.deployment.failures import (
+    describe_exit,
+    first_error,
+    is_lost_peer,
+    killed_rank,
+    last_log_line,
+)
 from rlhf_app.deployment.progress import MetricsTail, Reporter, make_reporter
 from rlhf_app.errors import ConfigError, StageFailed
 from rlhf_app.run_directory import RunDirectory
@@ -72,6 +78,18 @@ def _failure(
     run: RunDirectory, stage: StageName, num_processes: int, code: int
 ) -> ConfigError | StageFailed:
     found = first_error(run, stage, num_processes)
+    killed = killed_rank(run.launcher_log(stage))
+    if killed is not None and (found is None or is_lost_peer(found[1])):
+        rank, signalled = killed
+        hint = (
+            "; SIGKILL often comes from the kernel's out-of-memory killer, see dmesg"
+            if -signalled == signal.SIGKILL
+            else ""
+        )
+        return StageFailed(
+            f"{stage}: rank {rank} was {describe_exit(signalled)}{hint} "
+            f"(log: {run.log(stage, rank)})"
+        )
     if found is not None:
         rank, error = found
         if error.type == ConfigError.__name__:

@@ -230,6 +230,9 @@ def test_two_processes(
     assert (
         "sft: rank 1 failed: ValueError: the numbers do not add up (log: out/sft/logs/rank1.log)"
     ) in done.stderr
+    done = run_cli(*two, env=stand_ins | {"FAULT": "sft:1:die"})
+    assert done.returncode == 1
+    assert "sft: rank 1 was killed by SIGKILL" in done.stderr
     done = run_cli(*two, env=stand_ins)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):

@@ -11,6 +11,7 @@ from rlhf_app.deployment.failures import (
     WorkerError,
     describe_exit,
     first_error,
+    killed_rank,
     last_log_line,
     write_error,
 )
@@ -39,6 +40,16 @@ def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
     write_error(run.error("sft", 2), early)
     assert first_error(run, "sft", 4) == (2, early)
     assert first_error(run, "ppo", 4) is None
+
+
+def test_ranks_that_torchrun_ended_itself_were_not_killed(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    assert killed_rank(log) is None
+    entry = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 5)\n"
+    log.write_text(entry.format(0, 0, 1) + entry.format(1, 1, -15))
+    assert killed_rank(log) is None
+    log.write_text(log.read_text() + entry.format(2, 2, -11))
+    assert killed_rank(log) == (2, -11)
 
 
 @pytest.mark.parametrize(

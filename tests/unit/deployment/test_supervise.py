@@ -12,6 +12,7 @@ from types import FrameType
 import pytest
 from rich.console import Console
 
+from rlhf_app.deployment.failures import WorkerError, write_error
 from rlhf_app.deployment.supervise import run_workers
 from rlhf_app.errors import StageFailed
 from rlhf_app.run_directory import RunDirectory
@@ -53,6 +54,39 @@ def test_an_interrupt_ends_the_worker_first(tmp_path: Path, signum: signal.Signa
 def test_a_worker_that_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"sft: exit code 7: nothing was logged \(log: .*rank0"):
         run(tmp_path, "raise SystemExit(7)")
+
+
+LAUNCHER_LOG = """
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 77)
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (None, "sft: rank 1 was killed by SIGKILL .*out-of-memory killer.*rank1.log"),
+        ("[gloo/pair.cc] Connection closed by peer", "sft: rank 1 was killed by SIGKILL"),
+        ("the numbers do not add up", "sft: rank 0 failed: RuntimeError: the numbers"),
+    ],
+)
+def test_a_killed_rank_is_named_before_the_peers_it_left(
+    tmp_path: Path, message: str | None, expected: str
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.logs("sft").mkdir(parents=True)
+    directory.launcher_log("sft").write_text(LAUNCHER_LOG)
+    if message is not None:
+        error = WorkerError.from_exception(RuntimeError(message))
+        write_error(directory.error("sft", 0), error)
+    argv = [sys.executable, "-c", "raise SystemExit(1)"]
+    with pytest.raises(StageFailed, match=expected):
+        run_workers(argv, os.environ, directory, "sft", 2, Console(file=io.StringIO()))
 
 
 def test_success_needs_a_result(tmp_path: Path) -> None:
