@@ -157,6 +157,18 @@ def test_changed_settings_need_force(
     assert order(tmp_path) == ["sft", "reward", "ppo", "reward", "ppo"]
 
 
+def test_force_keeps_what_the_run_reads(
+    run_cli: Run, tmp_path: Path, command: list[str], stand_ins: dict[str, str]
+) -> None:
+    assert run_cli(*command, "--stages", "sft", env=stand_ins).returncode == 0
+    own = [*command, "--stages", "sft", "--force", "--actor-model", "out/sft/model"]
+    refused = run_cli(*own, env=stand_ins)
+    assert refused.returncode == 2
+    assert "--actor-model out/sft/model: lies in out/sft, which this run empties" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert (tmp_path / "out" / "sft" / "model" / "config.json").is_file()
+
+
 def test_stages_one_at_a_time(
     run_cli: Run, tmp_path: Path, command: list[str], stand_ins: dict[str, str]
 ) -> None:
