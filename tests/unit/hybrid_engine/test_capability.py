@@ -24,7 +24,7 @@ def test_layer_shapes_come_from_the_calls(build):
         ("bloom", "position_ids"),
         ("falcon", "0 of 2 layers called it"),
         ("gpt-oss", "attention argument 's_aux'"),
-        ("falcon-h1", "decoded logits equal to the training forward's"),
+        ("falcon-h1", "a state that lives in the attention alone"),
         ("xglm", "a forward that runs over the workspace .ValueError: Attention mask"),
     ],
 )
@@ -107,6 +107,13 @@ def test_the_numeric_check_allows_for_the_precision(family, dtype, build):
     state = torch.get_rng_state()
     _probe(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_numeric_check_sees_a_state_elsewhere(dtype, build, monkeypatch):
+    model = build("falcon-h1").to(dtype)
+    monkeypatch.setattr(type(model), "_is_stateful", False)
+    assert "decoded logits equal to the training forward's" in _probe(model).missing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
