@@ -50,9 +50,23 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        _open_to_readers(temporary)
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _open_to_readers(directory: Path) -> None:
+    """Give every file the mode that the user's umask asks for.
+
+    Some writers of safetensors create files for their owner alone, so that a server running
+    as somebody else could read the config but not the weights.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~umask)

@@ -34,7 +34,7 @@ def policy_loss(
     Returns:
         The loss sum (scalar, with gradient) and detached sums over the same tokens: `clipped`
         (tokens where the clipped branch is the active one), `approx_kl` (Schulman's k3
-        estimator of KL(old || new), non-negative), `ratio`, and the maximum `ratio_max`.
+        estimator of KL(old || new), non-negative) and `ratio`.
     """
     # Padding holds arbitrary numbers; zero its difference first, so that it can neither
     # overflow nor send a gradient.

@@ -74,3 +74,16 @@ def test_metrics_of_other_ranks_write_nothing(tmp_path):
         kind="eval", step=1, total_steps=2
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_an_artifact_get_the_mode_of_the_umask(tmp_path):
+    import os
+
+    before = os.umask(0o027)
+    try:
+        with atomic_directory(tmp_path / "model") as directory:
+            (directory / "weights").write_text("w")
+            (directory / "weights").chmod(0o600)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model" / "weights").stat().st_mode & 0o777 == 0o640
