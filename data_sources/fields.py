@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from data_sources.records import Message, Role
@@ -133,3 +133,12 @@ def _joined_parts(parts: Sequence[object]) -> str | None:
     if not all(isinstance(text, str) for text in texts):
         return None
     return "".join(str(text) for text in texts)
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Joins column names for an error, which stays one readable line however many there are."""
+    every = list(names)
+    shown = ", ".join(name if len(name) <= 40 else name[:37] + "..." for name in every[:most])
+    if not every:
+        return "none"
+    return shown if len(every) <= most else f"{shown}, ... ({len(every)} in all)"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_sources.counts import SourceCounts
-from data_sources.fields import Row, RowError
+from data_sources.fields import Row, RowError, listed
 from data_sources.identity import content_uid
 from data_sources.normalise import Normalised
 from data_sources.ranked import assemble_trees
@@ -115,7 +115,7 @@ def _check_renames(source: SourceConfig, rows: list[RawRow | BadRow]) -> None:
         if found and ours not in found:
             raise ConfigError(
                 f"data source {source.path}: data.sources[].columns names {theirs!r} for {ours}, "
-                f"but the columns are {', '.join(sorted(found))}"
+                f"but the columns are {listed(sorted(found))}"
             )
 
 

@@ -191,7 +191,7 @@ def assemble_trees(rows: Iterable[RawRow | BadRow]) -> Iterator[tuple[RawRow | B
         members = _members(root)
         reached.update(members)
         yield RawRow(row.where, {"prompt": root}), len(members)
-    for name in nodes.keys() - reached:
+    for name in (name for name in nodes if name not in reached):  # in the file's order
         row, _ = nodes[name]
         yield BadRow(row.where, "its parent message is missing", str(row.values["parent_id"])), 1
 

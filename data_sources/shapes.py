@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_sources import normalise, ranked
-from data_sources.fields import Row, is_turn
+from data_sources.fields import Row, is_turn, listed
 from data_sources.normalise import Columns, Normalised
 from data_sources.transcripts import ASSISTANT_MARK
 from rlhf_app.errors import ConfigError
@@ -208,7 +208,7 @@ class _Seen:
         if len(names) > 1:
             raise ConfigError(
                 f"{self.source}: columns {' and '.join(names)} could each be the {part} "
-                f"(columns found: {', '.join(self.names)}); keep one, or say which with "
+                f"(columns found: {listed(self.names)}); keep one, or say which with "
                 f"data.sources[].columns: {{{part}: {names[0]}}}"
             )
         return names[0]
@@ -224,7 +224,7 @@ class _Seen:
         return self.values("messages", _starts_with_from) and bool(name)
 
     def unknown(self, why: str = "") -> ConfigError:
-        found = ", ".join(self.names) or "none"
+        found = listed(self.names)
         because = f" ({why})" if why else ""
         return ConfigError(
             f"{self.source}: columns {found} fit no known shape{because}; known: "

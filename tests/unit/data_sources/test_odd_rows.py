@@ -152,3 +152,12 @@ def test_a_file_of_nothing_but_deep_json_is_an_error_with_its_place(tmp_path):
     path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}\n")
     with pytest.raises(ConfigError, match=r"\(a.jsonl line 1: JSON is nested too deeply\)"):
         load_source(SourceConfig(path=str(path)), verbatim=False, max_bad_fraction=1.0)
+
+
+def test_many_columns_keep_the_error_one_readable_line():
+    from data_sources.fields import listed
+
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([]) == "none"
+    assert listed((f"c{i}" for i in range(50000)), most=2) == "c0, c1, ... (50000 in all)"
+    assert len(listed(["x" * 100000])) == 40
