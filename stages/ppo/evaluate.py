@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Generator, HybridEngine
+from rlhf_app.scorers import Scorer
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
 from stages.ppo.experience import lay_out
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
 from stages.ppo.rollout import sampling_params
-
-Scorer = Callable[[list[str], list[str]], list[float]]
 
 # One fixed rollout step, so that every policy answers with the same random numbers and the
 # difference between two evaluations is the policies'.
