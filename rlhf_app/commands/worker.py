@@ -6,6 +6,8 @@ terminal. RANK, LOCAL_RANK and WORLD_SIZE decide its part (unset: the only one).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import logging
 import os
@@ -14,6 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from rlhf_app.config.load import load_saved
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
@@ -93,15 +96,19 @@ def _stage_module(stage: StageName) -> ModuleType:
     return importlib.import_module(f"stages.{stage}.train")
 
 
-def _leave(code: int) -> None:
-    """End the process. After a failure without destructors: a process group whose peers are
-    still waiting could hang there, and the error is on disk already."""
+def leave(code: int) -> NoReturn:
+    """End the process with everything written, but without tearing the interpreter down.
+
+    A communication thread that wakes while Python is being torn down aborts the process
+    ("terminate called without an active exception"), now and then, after all work was done;
+    and after a failure a process group whose peers still wait could hang there.
+    """
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # what multiprocessing runs before its own os._exit
     sys.stdout.flush()
     sys.stderr.flush()
-    if code != EXIT_OK:
-        os._exit(code)
-    raise SystemExit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())

@@ -51,11 +51,11 @@ def run_workers(
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers are gone by then.
     """
     log = run.log(stage, 0) if num_processes == 1 else run.launcher_log(stage)
-    with _signals_as_interrupts():
+    with _noted_signals() as noted:
         process = start(argv, env, log)
         try:
             with make_reporter(console, stage) as reporter:
-                _follow(process, MetricsTail(run.metrics(stage)), reporter)
+                _follow(process, MetricsTail(run.metrics(stage)), reporter, noted)
         finally:
             stop(process)
     if process.returncode != 0:
@@ -64,8 +64,15 @@ def run_workers(
         raise StageFailed(f"{stage}: ended without a result (log: {run.log(stage, 0)})")
 
 
-def _follow(process: subprocess.Popen[bytes], tail: MetricsTail, reporter: Reporter) -> None:
+def _follow(
+    process: subprocess.Popen[bytes],
+    tail: MetricsTail,
+    reporter: Reporter,
+    noted: list[signal.Signals],
+) -> None:
     while True:
+        if noted:
+            raise KeyboardInterrupt(noted[0].name)
         ended = process.poll() is not None
         for record in tail.new_records():
             reporter.show(record)
@@ -104,18 +111,23 @@ def _failure(
 
 
 @contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the workers the same orderly way as Ctrl-C does."""
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Ctrl-C, SIGTERM and SIGHUP are noted, for the loop to act on between two looks.
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(signum).name)
+    Raised where they arrive they could come between the start of a worker and the moment
+    that somebody owns it, or cut short the ending of the workers.
+    """
+    noted: list[signal.Signals] = []
 
-    before = {number: signal.signal(number, interrupt) for number in _HANDLED}
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signal.Signals(signum))
+
+    before = {number: signal.signal(number, note) for number in _HANDLED}
     try:
-        yield
+        yield noted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-_HANDLED = (signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlhf_app.hybrid_engine import attention
+from rlhf_app.hybrid_engine import adapters, attention
+from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 
 
 class InferenceModel:
@@ -24,10 +25,12 @@ class InferenceModel:
 
     Args:
         model: the module that is trained; its parameters are used where they are.
+        weights: how they become usable; unset: they are.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, weights: Weights | None = None) -> None:
         self.model = model
+        self.weights: Weights = weights if weights is not None else ResidentWeights()
         self.configs = _distinct_configs(model)
         self.text_config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
@@ -54,7 +57,7 @@ class InferenceModel:
         try:
             for module in training:
                 module.training = False
-            with torch.no_grad():
+            with self.weights.available(), torch.no_grad():
                 yield
         finally:
             for module in training:
@@ -67,7 +70,12 @@ class InferenceModel:
         Args:
             name: attention to install.
         """
-        with self.evaluation(), attention.installed(self.configs, name):
+        with (
+            self.evaluation(),
+            attention.installed(self.configs, name),
+            adapters.installed(self.model),
+            _quiet(self.model),
+        ):
             yield
 
     def prefill(
@@ -125,6 +133,27 @@ class InferenceModel:
     def takes_positions(self) -> bool:
         """Whether the forward can be told positions, as ragged rows need."""
         return self._takes_positions
+
+
+@contextmanager
+def _quiet(model: torch.nn.Module) -> Iterator[None]:
+    """Without the look for padding that some forwards take: it makes the host wait."""
+    name = "warn_if_padding_and_no_attention_mask"
+    if not hasattr(model, name):
+        yield
+        return
+    quiet = [m for m in model.modules() if hasattr(m, name)]
+    try:
+        for module in quiet:
+            module.__dict__[name] = _no_warning
+        yield
+    finally:
+        for module in quiet:
+            module.__dict__.pop(name, None)
+
+
+def _no_warning(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _distinct_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:

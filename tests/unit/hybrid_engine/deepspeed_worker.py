@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 
+from rlhf_app.commands.worker import leave
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import HybridEngine, SamplingParams, initialize
 
@@ -112,3 +113,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_sources.examples import SequenceExample
+from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import SFTConfig
 from rlhf_app.training.accumulate import NonFiniteError, optimizer_step
 from rlhf_app.training.batching import rank_slices
@@ -95,3 +96,4 @@ def main(output: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave(0)
