@@ -6,7 +6,7 @@ All models are frozen and refuse unknown keys. Paths to a setting are dotted, as
     ppo:
       kl_coef: 0.05
 
-This module stays free of torch so that `rlhf --help` is instant.
+This package stays free of torch so that `rlhf --help` is instant.
 """
 
 from __future__ import annotations
@@ -14,52 +14,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
+from pydantic import BeforeValidator, Field, model_validator
+
+from rlhf_app.config.data import ChatFormat, DataConfig, SourceConfig, Sources, parse_source
+from rlhf_app.config.section import Location, Section, clean_path
+from rlhf_app.config.trainable import (
+    CriticSettings,
+    PolicySettings,
+    RewardConfig,
+    SFTConfig,
+    TrainableSettings,
+    ZeroStage,
 )
+
+__all__ = [
+    "STAGES",
+    "ChatFormat",
+    "CriticSettings",
+    "DataConfig",
+    "DeploymentConfig",
+    "DeploymentType",
+    "Dtype",
+    "GoldConfig",
+    "HybridEngineSettings",
+    "Location",
+    "ModelConfig",
+    "PPOConfig",
+    "PolicySettings",
+    "RewardConfig",
+    "RunConfig",
+    "SFTConfig",
+    "Section",
+    "SourceConfig",
+    "Sources",
+    "StageName",
+    "TrainableSettings",
+    "ZeroStage",
+    "parse_source",
+]
 
 StageName = Literal["sft", "reward", "ppo"]
 STAGES: tuple[StageName, ...] = ("sft", "reward", "ppo")
 
 DeploymentType = Literal["auto", "cpu", "single_gpu", "single_node"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-ChatFormat = Literal["auto", "template", "human_assistant", "plain"]
-ZeroStage = Literal[0, 1, 2, 3]
-
-
-class Section(BaseModel):
-    """Base of all settings groups: immutable, unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
-
-
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, on Linux
-
-
-def _clean_path(value: object) -> object:
-    """Refuse what no file can be called, and expand `~` as a shell does in flags."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError("expected a path or name, not an empty one")
-        if "\0" in value:
-            raise ValueError("expected a path or name without a null character")
-        if len(value.encode(errors="replace")) > _LONGEST_PATH or any(
-            len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/")
-        ):
-            raise ValueError("too long for the name of a file")
-    if isinstance(value, str) and (value == "~" or value.startswith("~/")):
-        return str(Path(value).expanduser())
-    return value
-
-
-Location = Annotated[str, BeforeValidator(_clean_path)]
 
 
 class ModelConfig(Section):
@@ -80,180 +78,6 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(
         False, description="Run Python code shipped with a model. Off unless asked."
-    )
-
-
-class SourceConfig(Section):
-    """One data source and its share in the blend."""
-
-    path: Location = Field(
-        description="File, directory or Hub dataset id (id:config for a config)."
-    )
-    weight: float = Field(
-        1.0, gt=0, description="Relative weight in the blend; 1 takes every row once."
-    )
-    split: str | None = Field(
-        None, description="Split of a Hub dataset; unset: train (validation/test for evaluation)."
-    )
-    columns: dict[str, str] = Field(
-        {},
-        description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
-        "rejected, messages, system, input, margin.",
-    )
-
-
-def parse_source(text: str) -> dict[str, object]:
-    """Split `path` or `path=weight`, the short form of a source.
-
-    Only a number after the last `=` is a weight, so that a path may hold an equals sign.
-    """
-    path, equals, weight = text.rpartition("=")
-    if not equals:
-        return {"path": text}
-    try:
-        return {"path": path, "weight": float(weight)}
-    except ValueError:
-        return {"path": text}
-
-
-def _expand_sources(value: object) -> object:
-    """Let a list of sources hold short forms, and a single source stand alone."""
-    items = [value] if isinstance(value, str | dict) else value
-    if not isinstance(items, list | tuple):
-        return value
-    return [parse_source(item) if isinstance(item, str) else item for item in items]
-
-
-Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_expand_sources)]
-
-
-class DataConfig(Section):
-    """What is trained and evaluated on, and how text becomes tokens."""
-
-    sources: Sources = Field(
-        (), description="Preference or instruction data, split across the stages."
-    )
-    sft: Sources = Field((), description="Replaces the split for SFT.")
-    reward: Sources = Field((), description="Replaces the split for the RM.")
-    ppo: Sources = Field((), description="Replaces the split for PPO prompts.")
-    eval: Sources = Field(
-        (), description="Held-out data for every stage; unset: a share of each stage's rows."
-    )
-    split: tuple[float, float, float] | Literal["shared"] = Field(
-        (2.0, 4.0, 4.0),
-        description="Shares of SFT, reward and PPO by prompt hash; shared gives every row to "
-        "every stage.",
-    )
-    eval_fraction: float = Field(
-        0.05, ge=0, lt=1, description="Share of prompts held out when data.eval is unset."
-    )
-    eval_limit: int = Field(512, ge=1, description="At most this many evaluation rows a stage.")
-    chat_format: ChatFormat = Field(
-        "auto",
-        description="auto: the tokenizer's chat template if it has one, else "
-        "'\\n\\nHuman: ...\\n\\nAssistant:'. plain: prompt and response as they stand.",
-    )
-    max_length: int | None = Field(
-        None,
-        ge=2,
-        description="Tokens of prompt + response in SFT and the RM; unset: the smaller of 512 "
-        "and the model's positions.",
-    )
-    sft_loss_on: Literal["response", "all"] = Field(
-        "response", description="Tokens that carry loss in SFT."
-    )
-    max_bad_fraction: float = Field(
-        0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
-    )
-
-    @field_validator("split", mode="before")
-    @classmethod
-    def _shares_from_text(cls, value: object) -> object:
-        if isinstance(value, str) and value != "shared":
-            value = value.split(",")
-        if isinstance(value, list | tuple):
-            try:
-                shares = [float(share) for share in value]
-            except (TypeError, ValueError):
-                shares = []
-            if len(shares) != 3:
-                raise ValueError("expected three shares such as 2,4,4, or shared")
-            return shares
-        return value
-
-    @field_validator("split")
-    @classmethod
-    def _shares(cls, value: object) -> object:
-        if isinstance(value, tuple) and (min(value) < 0 or sum(value) <= 0):
-            raise ValueError("shares must be >= 0 and not all 0, for example 2,4,4")
-        return value
-
-
-class TrainableSettings(Section):
-    """How one model is optimised. DeepSpeed does the work; these become its config."""
-
-    learning_rate: float = Field(gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norms.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam betas.")
-    eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Shape after the warm-up; cosine and linear end at 0."
-    )
-    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="Share of steps spent warming up.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradient clipping; 0 turns it off.")
-    zero_stage: ZeroStage = Field(0, description="DeepSpeed ZeRO stage.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory.")
-
-
-class SFTConfig(TrainableSettings):
-    """Stage 1: supervised fine-tuning."""
-
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the data.")
-    max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
-    batch_size: int = Field(32, ge=1, description="Sequences per optimizer step, all ranks.")
-    micro_batch_size: int = Field(8, ge=1, description="Sequences per forward on one rank.")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
-    samples: int = Field(4, ge=0, description="Held-out prompts answered after training.")
-    sample_tokens: int = Field(64, ge=1, description="Tokens of each such answer.")
-
-
-class RewardConfig(TrainableSettings):
-    """Stage 2: the reward model, trained on pairs."""
-
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the data.")
-    max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
-    batch_size: int = Field(64, ge=1, description="Pairs per optimizer step, all ranks.")
-    micro_batch_size: int = Field(8, ge=1, description="Pairs per forward on one rank.")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
-    loss: Literal["final_token", "token_wise"] = Field(
-        "final_token",
-        description="-log sigmoid of the score gap at the last token, or DeepSpeed-Chat's mean "
-        "over every token after the two answers part.",
-    )
-    center_coef: float = Field(
-        0.0, ge=0, description="Weight of mean((r_chosen + r_rejected)^2); 0.01 centres scores."
-    )
-    use_margin: bool = Field(True, description="Subtract a row's margin where the data has one.")
-    std_floor: float = Field(0.01, gt=0, description="Least std used to normalise scores.")
-
-
-class PolicySettings(TrainableSettings):
-    """Optimisation of the actor."""
-
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
-        "linear", description="Shape after the warm-up; linear and cosine end at 0."
-    )
-
-
-class CriticSettings(TrainableSettings):
-    """Optimisation of the critic."""
-
-    learning_rate: float = Field(5e-6, gt=0, description="Peak learning rate.")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
-        "linear", description="Shape after the warm-up; linear and cosine end at 0."
     )
 
 
@@ -351,7 +175,7 @@ class RunConfig(Section):
     seed: int = Field(
         1234, ge=0, le=2**31 - 1, description="Of data order, initialisation and sampling."
     )
-    output_dir: Annotated[Path, BeforeValidator(_clean_path)] = Field(
+    output_dir: Annotated[Path, BeforeValidator(clean_path)] = Field(
         Path("output"), description="The run directory."
     )
     stages: tuple[StageName, ...] = Field(STAGES, description="Stages to run, in order.")

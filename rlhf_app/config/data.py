@@ -1,0 +1,117 @@
+"""Settings of the data: sources, their blend and split, and how text becomes tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from rlhf_app.config.section import Location, Section
+
+ChatFormat = Literal["auto", "template", "human_assistant", "plain"]
+
+
+class SourceConfig(Section):
+    """One data source and its share in the blend."""
+
+    path: Location = Field(
+        description="File, directory or Hub dataset id (id:config for a config)."
+    )
+    weight: float = Field(
+        1.0, gt=0, description="Relative weight in the blend; 1 takes every row once."
+    )
+    split: str | None = Field(
+        None, description="Split of a Hub dataset; unset: train (validation/test for evaluation)."
+    )
+    columns: dict[str, str] = Field(
+        {},
+        description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
+        "rejected, messages, system, input, margin.",
+    )
+
+
+def parse_source(text: str) -> dict[str, object]:
+    """Split `path` or `path=weight`, the short form of a source.
+
+    Only a number after the last `=` is a weight, so that a path may hold an equals sign.
+    """
+    path, equals, weight = text.rpartition("=")
+    if not equals:
+        return {"path": text}
+    try:
+        return {"path": path, "weight": float(weight)}
+    except ValueError:
+        return {"path": text}
+
+
+def _expand_sources(value: object) -> object:
+    """Let a list of sources hold short forms, and a single source stand alone."""
+    items = [value] if isinstance(value, str | dict) else value
+    if not isinstance(items, list | tuple):
+        return value
+    return [parse_source(item) if isinstance(item, str) else item for item in items]
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_expand_sources)]
+
+
+class DataConfig(Section):
+    """What is trained and evaluated on, and how text becomes tokens."""
+
+    sources: Sources = Field(
+        (), description="Preference or instruction data, split across the stages."
+    )
+    sft: Sources = Field((), description="Replaces the split for SFT.")
+    reward: Sources = Field((), description="Replaces the split for the RM.")
+    ppo: Sources = Field((), description="Replaces the split for PPO prompts.")
+    eval: Sources = Field(
+        (), description="Held-out data for every stage; unset: a share of each stage's rows."
+    )
+    split: tuple[float, float, float] | Literal["shared"] = Field(
+        (2.0, 4.0, 4.0),
+        description="Shares of SFT, reward and PPO by prompt hash; shared gives every row to "
+        "every stage.",
+    )
+    eval_fraction: float = Field(
+        0.05, ge=0, lt=1, description="Share of prompts held out when data.eval is unset."
+    )
+    eval_limit: int = Field(512, ge=1, description="At most this many evaluation rows a stage.")
+    chat_format: ChatFormat = Field(
+        "auto",
+        description="auto: the tokenizer's chat template if it has one, else "
+        "'\\n\\nHuman: ...\\n\\nAssistant:'. plain: prompt and response as they stand.",
+    )
+    max_length: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens of prompt + response in SFT and the RM; unset: the smaller of 512 "
+        "and the model's positions.",
+    )
+    sft_loss_on: Literal["response", "all"] = Field(
+        "response", description="Tokens that carry loss in SFT."
+    )
+    max_bad_fraction: float = Field(
+        0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
+    )
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _shares_from_text(cls, value: object) -> object:
+        if isinstance(value, str) and value != "shared":
+            value = value.split(",")
+        if isinstance(value, list | tuple):
+            try:
+                shares = [float(share) for share in value]
+            except (TypeError, ValueError):
+                shares = []
+            if len(shares) != 3:
+                raise ValueError("expected three shares such as 2,4,4, or shared")
+            return shares
+        return value
+
+    @field_validator("split")
+    @classmethod
+    def _shares(cls, value: object) -> object:
+        if isinstance(value, tuple) and (min(value) < 0 or sum(value) <= 0):
+            raise ValueError("shares must be >= 0 and not all 0, for example 2,4,4")
+        return value
