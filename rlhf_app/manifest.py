@@ -12,6 +12,7 @@ from typing import Literal
 
 import rlhf_app
 from rlhf_app.config.keys import flatten
+from rlhf_app.config.lora import LORA_GROUPS
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
@@ -129,6 +130,11 @@ def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
     for key in _STAGE_DATA:
         if key != f"data.{stage}":
             own.pop(key)
+    for group in LORA_GROUPS:
+        # What has no effect makes nothing stale: adapters that are off, or, where they are
+        # on, the learning rate that theirs replaces.
+        unused = f"{group}.learning_rate" if flat[f"{group}.lora.rank"] else f"{group}.lora."
+        own = {key: value for key, value in own.items() if not key.startswith(unused)}
     if getattr(config.data, stage):
         for key in ("data.sources", "data.split"):
             own.pop(key)

@@ -48,6 +48,15 @@ RewardZero = Annotated[
         rich_help_panel=_MODELS,
     ),
 ]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        help="Train low-rank adapters of this rank on every model instead of the models "
+        "themselves.",
+        rich_help_panel=_MODELS,
+    ),
+]
 Data = Annotated[
     list[str] | None,
     typer.Option(
@@ -187,6 +196,7 @@ _PLAIN: Mapping[str, tuple[str, ...]] = {
     "actor_model": ("model.actor",),
     "reward_model": ("model.reward",),
     "actor_zero_stage": ("sft.zero_stage", "ppo.actor.zero_stage"),
+    "lora_rank": ("lora.rank",),
     "reward_zero_stage": ("reward.zero_stage", "ppo.critic.zero_stage"),
     "data": ("data.sources",),
     "data_split": ("data.split",),

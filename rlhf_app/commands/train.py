@@ -15,6 +15,7 @@ def train(
     reward_model: options.RewardModel = None,
     actor_zero_stage: options.ActorZero = None,
     reward_zero_stage: options.RewardZero = None,
+    lora_rank: options.LoraRank = None,
     data: options.Data = None,
     data_split: options.DataSplit = None,
     sft_data: options.SftData = None,

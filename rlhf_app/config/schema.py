@@ -17,6 +17,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_app.config.data import ChatFormat, DataConfig, SourceConfig, Sources, parse_source
+from rlhf_app.config.lora import (
+    CriticLora,
+    LoraDefaults,
+    LoraSettings,
+    PolicyLora,
+    apply_defaults,
+)
 from rlhf_app.config.section import Location, Section, clean_path
 from rlhf_app.config.trainable import (
     CriticSettings,
@@ -30,6 +37,7 @@ from rlhf_app.config.trainable import (
 __all__ = [
     "STAGES",
     "ChatFormat",
+    "CriticLora",
     "CriticSettings",
     "DataConfig",
     "DeploymentConfig",
@@ -38,8 +46,11 @@ __all__ = [
     "GoldConfig",
     "HybridEngineSettings",
     "Location",
+    "LoraDefaults",
+    "LoraSettings",
     "ModelConfig",
     "PPOConfig",
+    "PolicyLora",
     "PolicySettings",
     "RewardConfig",
     "RunConfig",
@@ -182,6 +193,9 @@ class RunConfig(Section):
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig, description="Workers.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Models.")
     data: DataConfig = Field(default_factory=DataConfig, description="Data.")
+    lora: LoraDefaults = Field(
+        default_factory=LoraDefaults, description="Low-rank adapters of every model."
+    )
     sft: SFTConfig = Field(default_factory=SFTConfig, description="Stage 1.")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Stage 2.")
     ppo: PPOConfig = Field(default_factory=PPOConfig, description="Stage 3.")
@@ -189,6 +203,11 @@ class RunConfig(Section):
     hybrid_engine: HybridEngineSettings = Field(
         default_factory=HybridEngineSettings, description="Rollout engine."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lora_of_all_models(cls, values: object) -> object:
+        return apply_defaults(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> RunConfig:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlhf_app.config.lora import CriticLora, LoraSettings, PolicyLora
 from rlhf_app.config.section import Section
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -25,6 +26,12 @@ class TrainableSettings(Section):
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient clipping; 0 turns it off.")
     zero_stage: ZeroStage = Field(0, description="DeepSpeed ZeRO stage.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory.")
+    lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate that the optimizer gets: the adapters' own where there are any."""
+        return self.lora.learning_rate if self.lora.enabled else self.learning_rate
 
 
 class SFTConfig(TrainableSettings):
@@ -68,6 +75,7 @@ class PolicySettings(TrainableSettings):
     lr_schedule: Literal["cosine", "linear", "constant"] = Field(
         "linear", description="Shape after the warm-up; linear and cosine end at 0."
     )
+    lora: PolicyLora = Field(default_factory=PolicyLora, description="Low-rank adapters.")
 
 
 class CriticSettings(TrainableSettings):
@@ -77,3 +85,4 @@ class CriticSettings(TrainableSettings):
     lr_schedule: Literal["cosine", "linear", "constant"] = Field(
         "linear", description="Shape after the warm-up; linear and cosine end at 0."
     )
+    lora: CriticLora = Field(default_factory=CriticLora, description="Low-rank adapters.")

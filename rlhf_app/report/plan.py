@@ -178,8 +178,13 @@ def _line(
         name=name,
         shape=_describe(shape),
         parameters=f"{_count(shape, scalar=scalar):,}" if shape else "?",
-        zero="frozen" if settings is None else f"ZeRO {settings.zero_stage}",
+        zero="frozen" if settings is None else _trained(settings),
     )
+
+
+def _trained(settings: TrainableSettings) -> str:
+    zero = f"ZeRO {settings.zero_stage}"
+    return f"{zero}, LoRA rank {settings.lora.rank}" if settings.lora.enabled else zero
 
 
 def _planned_shape(config: RunConfig, run: RunDirectory, name: str) -> ModelShape | None:

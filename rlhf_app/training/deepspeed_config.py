@@ -76,7 +76,11 @@ def adamw(settings: TrainableSettings) -> OptimizerFactory:
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
+            groups,
+            lr=settings.peak_learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
         )
 
     return make

@@ -34,6 +34,7 @@ def flags(**given: Any) -> Flags:
         "reward_model",
         "actor_zero_stage",
         "reward_zero_stage",
+        "lora_rank",
         "data",
         "data_split",
         "sft_data",

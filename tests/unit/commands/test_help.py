@@ -26,6 +26,7 @@ COMMON = {
     "--reward-model",
     "--actor-zero-stage",
     "--reward-zero-stage",
+    "--lora-rank",
     "--data",
     "--data-split",
     "--sft-data",
