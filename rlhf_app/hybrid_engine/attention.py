@@ -145,26 +145,26 @@ def active(step: Step) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts, right-padded to one length, into consecutive slots.
+    """Prompts, right-padded to one length, into their slots.
 
     Padding comes after every real token, so causal attention keeps it out of them; its keys
     land beyond the row's length, where decoding overwrites them before it reads them.
 
     Attributes:
         workspace: where keys and values go.
-        first: first slot.
+        slots: their slots, consecutive or listed in an int64 tensor.
     """
 
     workspace: KVWorkspace
-    first: int
+    slots: slice | torch.Tensor
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the prompts' keys and values; attend causally among the prompt tokens."""
-        rows, _, length, _ = call.key.shape
-        self.workspace.check(self.first + rows, length)
-        slots = slice(self.first, self.first + rows)
-        self.workspace.keys[call.layer][slots, :, :length] = call.key
-        self.workspace.values[call.layer][slots, :, :length] = call.value
+        length = call.key.shape[2]
+        last = self.slots.stop if isinstance(self.slots, slice) else self.workspace.slots
+        self.workspace.check(last, length)
+        self.workspace.keys[call.layer][self.slots, :, :length] = call.key
+        self.workspace.values[call.layer][self.slots, :, :length] = call.value
         groups = call.query.shape[1] // call.key.shape[1]
         window = call.window if call.window is not None and call.window < length else None
         if call.softcap is None and window is None and call.query.is_cuda:

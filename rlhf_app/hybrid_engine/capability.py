@@ -126,7 +126,7 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
     workspace = KVWorkspace(layers, model.dtype, model.device)
     workspace.borrow(2, length)
     with model.session():
-        got = [model.prefill(ids_BP[:, : length - 2], lengths_B, Prefill(workspace, 0))]
+        got = [model.prefill(ids_BP[:, : length - 2], lengths_B, Prefill(workspace, slice(0, 2)))]
         for step in range(2):
             at_B = lengths_B + step
             decode = Decode(workspace, at_B, length - 2 + step, equal=False)

@@ -2,9 +2,9 @@
 
 Shapes: N requests, B active rows, S slots, P prompt tokens, T answer tokens, V vocabulary.
 
-The active rows are always the first B slots: a finished row's slot is filled from the end,
-new prompts are appended. Per-row state is one [fields, S] integer tensor on the device and
-the host reads it only every few steps.
+The active rows are always the first B rows of the state; each has a slot of the workspace.
+Where a step reads slots in any order a finished row's slot simply becomes free, elsewhere
+rows move so that row i is in slot i. The host reads the finish flags only every few steps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_app.hybrid_engine.attention import Decode, Prefill
+from rlhf_app.hybrid_engine.attention import Prefill
+from rlhf_app.hybrid_engine.decode_state import ALIVE, COUNT, STOPPED, TOKEN, DecodeState
+from rlhf_app.hybrid_engine.decode_step import DecodeStep
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
-from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
-
-# Rows of the state tensor.
-_TOKEN, _POSITION, _COUNT, _REQUEST, _ALIVE, _STOPPED = range(6)
+from rlhf_app.hybrid_engine.sampling import SamplingParams
 
 # Tokens, padding included, of one prefill forward: bounds its activations.
 PREFILL_TOKENS = 16_384
@@ -41,10 +40,13 @@ class RolloutTimings:
         prefill_seconds: running prompts, first tokens included.
         decode_seconds: all later tokens.
         total_seconds: the whole call.
-        prompt_tokens: real prompt tokens.
+        prompt_tokens: real prompt tokens, each prompt counted for each of its answers.
         generated_tokens: answer tokens, stop tokens included.
         decode_steps: forwards of the decode loop.
-        row_steps: rows x decode steps that were run, finished rows included.
+        row_steps: live rows x decode steps that were run.
+        prefilled_tokens: prompt tokens that went through a prefill: answers to one prompt
+            share it.
+        form: how decode steps ran: "cuda graph", "eager" with the reason, or "native".
     """
 
     prefill_seconds: float
@@ -54,6 +56,8 @@ class RolloutTimings:
     generated_tokens: int
     decode_steps: int
     row_steps: int
+    prefilled_tokens: int = 0
+    form: str = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,29 @@ class Rollout:
     timings: RolloutTimings
 
 
+@dataclass(slots=True)
+class _Row:
+    """What the host knows of an active row without reading the device.
+
+    Attributes:
+        request: whose answer it is.
+        offset: position of the row's token minus the step number.
+        born: step at which it had drawn its first token.
+    """
+
+    request: int
+    offset: int
+    born: int
+
+
 class DecodeLoop:
     """One rollout over a borrowed workspace.
 
     Args:
         model: must be inside its `session` while `run` runs.
         workspace: with room for `slots` rows of the longest prompt plus max_new_tokens.
+        state: device buffers, reused between rollouts.
+        step: runs decode steps.
         prompts: ids of each request, none empty.
         uids: one integer per request, the source of its randomness.
         params: how tokens are drawn.
@@ -90,6 +111,8 @@ class DecodeLoop:
         self,
         model: InferenceModel,
         workspace: KVWorkspace,
+        state: DecodeState,
+        step: DecodeStep,
         prompts: Sequence[Sequence[int]],
         uids: Sequence[int],
         params: SamplingParams,
@@ -97,49 +120,51 @@ class DecodeLoop:
     ) -> None:
         self._model = model
         self._workspace = workspace
+        self._state = state
+        self._decode_step = step
         self._prompts = prompts
         self._params = params
-        self._slots = slots
-        device = model.device
-        self._poll_steps = CUDA_POLL_STEPS if device.type == "cuda" else 1
-        self._sampler = Sampler(params, device)
-        self._stop_ids = torch.tensor(params.stop_ids, device=device, dtype=torch.int64)
-        # Similar lengths share a prefill: least padding. Results do not depend on the order.
-        self._waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
-        # One column more than can be used: rows that finished but were not yet seen to have
-        # finished write there.
-        columns = params.max_new_tokens + 1
-        size = (len(prompts), columns)
-        self._tokens_NT = torch.zeros(size, dtype=torch.int64, device=device)
-        self._logprobs_NT = torch.zeros(size, dtype=torch.float32, device=device)
-        keys = request_keys(params.seed, params.step, uids).to(device)
-        self._uniforms_NT = None if params.greedy else uniforms(keys, columns)
-        self._state = torch.zeros((6, slots), dtype=torch.int64, device=device)
-        # What the host knows of each active row without reading the device.
-        self._requests: list[int] = []
-        self._offsets: list[int] = []  # position of the row's token minus the step number
-        self._born: list[int] = []
+        # A forward in which other ranks take part is one action: all ranks count alike.
+        self._lockstep = model.weights.lockstep
+        self._poll_steps = 1
+        if model.device.type == "cuda" and not self._lockstep:
+            self._poll_steps = CUDA_POLL_STEPS
+        state.begin(params, uids, slots)
+        step.begin(workspace, state, params, slots)
+        # Similar lengths share a prefill: least padding. Equal prompts share it altogether.
+        # Results do not depend on the order.
+        first_of: dict[tuple[int, ...], int] = {}
+        self._twin = [first_of.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), self._twin[i], i))
+        self._waiting = deque(order)
+        self._rows: list[_Row] = []
+        self._slots = list(range(slots))  # of every row, the idle ones behind the active ones
         self._step = 0
         self._counts = [0] * len(prompts)
         self._stopped = [False] * len(prompts)
         self._prefill_seconds = 0.0
+        self._prefilled_tokens = 0
         self._row_steps = 0
 
     def run(self) -> Rollout:
-        """Decode until every request has its answer."""
+        """Decode until every request has its answer, on every rank that takes part."""
         start = time.perf_counter()
-        while self._waiting or self._requests:
-            self._admit()
-            self._retire()
-            if self._requests:
+        weights = self._model.weights
+        while True:
+            working = bool(self._waiting or self._rows)
+            if not weights.any_working(working):
+                break
+            if not working:
+                weights.idle_forward()
+            elif not self._admit():
                 self._decode()
-                self._retire()
-        tokens = self._tokens_NT.tolist()
-        logprobs = self._logprobs_NT.cpu()
+            self._retire()
+        tokens_NT, logprobs_NT = self._state.answers(len(self._prompts))
         total = time.perf_counter() - start
+        rows = zip(tokens_NT.tolist(), self._counts, strict=True)
         return Rollout(
-            [row[:count] for row, count in zip(tokens, self._counts, strict=True)],
-            [row[:count].clone() for row, count in zip(logprobs, self._counts, strict=True)],
+            [row[:count] for row, count in rows],
+            [row[:count].clone() for row, count in zip(logprobs_NT, self._counts, strict=True)],
             self._stopped,
             RolloutTimings(
                 prefill_seconds=self._prefill_seconds,
@@ -149,107 +174,149 @@ class DecodeLoop:
                 generated_tokens=sum(self._counts),
                 decode_steps=self._step,
                 row_steps=self._row_steps,
+                prefilled_tokens=self._prefilled_tokens,
+                form=self._decode_step.form,
             ),
         )
 
-    def _admit(self) -> None:
-        """Prefill waiting prompts into the free slots."""
+    def _admit(self) -> bool:
+        """Let waiting prompts into the free slots; False when that took no forward."""
         start = time.perf_counter()
-        admitted = False
-        while self._waiting and len(self._requests) < self._slots:
+        forwards = 0
+        while self._waiting and len(self._rows) < len(self._slots):
+            if self._join():
+                continue
+            if forwards and self._lockstep:
+                break
             self._prefill(self._next_group())
-            admitted = True
-        if admitted and self._model.device.type == "cuda":
+            forwards += 1
+        if forwards and self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # else its time lands in decode's
         self._prefill_seconds += time.perf_counter() - start
+        return forwards > 0
+
+    def _join(self) -> bool:
+        """Start the next request beside an active row with the same prompt, if there is one.
+
+        Keys and values of the prompt are copied; its last token is then decoded once more.
+        """
+        request = self._waiting[0]
+        prompt = self._prompts[request]
+        siblings = [
+            index
+            for index, row in enumerate(self._rows)
+            if self._twin[row.request] == self._twin[request]
+        ]
+        if not siblings or len(prompt) < 2:
+            return False
+        self._waiting.popleft()
+        row = len(self._rows)
+        self._workspace.copy([self._slots[siblings[0]]], [self._slots[row]], len(prompt) - 1)
+        state = self._state.admit(row, [request], [self._slots[row]], [len(prompt)])
+        state[TOKEN] = prompt[-1]
+        self._rows.append(_Row(request, len(prompt) - 1 - self._step, self._step + 1))
+        return True
 
     def _next_group(self) -> list[int]:
         """Requests of the next prefill: they fit the slots and the token bound."""
-        free = self._slots - len(self._requests)
+        free = len(self._slots) - len(self._rows)
         enough = PREFILL_ENOUGH.get(self._model.device.type, PREFILL_TOKENS)
         group: list[int] = []
-        real = 0
+        real = distinct = 0
         while self._waiting and len(group) < free:
-            # Sorted by length: the next prompt is the longest of the group it joins.
-            length = len(self._prompts[self._waiting[0]])
-            padded = length * (len(group) + 1)
-            wasteful = padded > enough and padded > PREFILL_PADDING * (real + length)
-            if group and (padded > PREFILL_TOKENS or wasteful):
-                break
+            request = self._waiting[0]
+            if not group or self._twin[group[-1]] != self._twin[request]:
+                # Sorted by length: the next prompt is the longest of the group it joins.
+                length = len(self._prompts[request])
+                padded = length * (distinct + 1)
+                wasteful = padded > enough and padded > PREFILL_PADDING * (real + length)
+                if group and (padded > PREFILL_TOKENS or wasteful):
+                    break
+                real += length
+                distinct += 1
             group.append(self._waiting.popleft())
-            real += length
         return group
 
     def _prefill(self, group: list[int]) -> None:
-        prompts = [self._prompts[request] for request in group]
+        """Run the distinct prompts of a group; their other answers start from copies."""
+        first, last = len(self._rows), len(self._rows) + len(group)
+        slots = self._slots[first:last]
+        leaders = [i for i in range(len(group)) if self._is_leader(group, i)]
+        prompts = [self._prompts[group[i]] for i in leaders]
         longest = max(map(len, prompts))
         padded = [[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts]
         device = self._model.device
         ids_BP = torch.tensor(padded, device=device)
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        first, last = len(self._requests), len(self._requests) + len(group)
-        state = self._state[:, first:last]
-        state.zero_()
-        state[_POSITION] = lengths_B - 1
-        state[_REQUEST] = torch.tensor(group, device=device)
-        state[_ALIVE] = 1
-        self._requests += group
-        self._offsets += [len(prompt) - self._step for prompt in prompts]
-        self._born += [self._step] * len(group)
-        logits_BV = self._model.prefill(ids_BP, lengths_B, Prefill(self._workspace, first))
-        self._record(state, logits_BV)
+        at = [slots[i] for i in leaders]
+        consecutive = at == list(range(at[0], at[0] + len(at)))
+        step = Prefill(
+            self._workspace,
+            slice(at[0], at[0] + len(at)) if consecutive else torch.tensor(at, device=device),
+        )
+        logits_BV = self._model.prefill(ids_BP, lengths_B, step)
+        if len(leaders) < len(group):
+            leader_of = [sum(i >= leader for leader in leaders) - 1 for i in range(len(group))]
+            for i, leader in enumerate(leader_of):
+                if i != leaders[leader]:
+                    self._workspace.copy([at[leader]], [slots[i]], len(prompts[leader]))
+            logits_BV = logits_BV[torch.tensor(leader_of, device=device)]
+        lengths = [len(self._prompts[request]) for request in group]
+        state = self._state.admit(first, group, slots, lengths)
+        self._state.record(state, logits_BV)
+        self._rows += [
+            _Row(request, length - self._step, self._step)
+            for request, length in zip(group, lengths, strict=True)
+        ]
+        self._prefilled_tokens += sum(map(len, prompts))
+
+    def _is_leader(self, group: list[int], index: int) -> bool:
+        return index == 0 or self._twin[group[index - 1]] != self._twin[group[index]]
 
     def _decode(self) -> None:
         """Decode steps up to the next look at the finish flags."""
-        rows = len(self._requests)
-        state = self._state[:, :rows]
-        longest, shortest = max(self._offsets), min(self._offsets)
+        rows = len(self._rows)
+        offsets = [row.offset for row in self._rows]
+        longest, equal = max(offsets), max(offsets) == min(offsets)
         # The youngest row is the last that can still need steps.
-        needed = max(self._born) + self._params.max_new_tokens - 1 - self._step
+        youngest = max(row.born for row in self._rows)
+        needed = youngest + self._params.max_new_tokens - 1 - self._step
         for _ in range(min(self._poll_steps, needed)):
             # A row that finished unseen stays where it is; `longest` bounds it all the same.
-            end = min(longest + self._step, self._workspace.positions - 1)
-            step = Decode(self._workspace, state[_POSITION], end, longest == shortest)
-            logits_BV = self._model.decode(state[_TOKEN], state[_POSITION], step)
-            self._record(state, logits_BV)
+            self._decode_step(rows, min(longest + self._step, self._workspace.positions - 1), equal)
             self._step += 1
             self._row_steps += rows
 
-    def _record(self, state: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        """Sample each row's next token; advance the rows that are alive."""
-        count, request = state[_COUNT], state[_REQUEST]
-        uniforms_B = count if self._uniforms_NT is None else self._uniforms_NT[request, count]
-        tokens_B, logprobs_B = self._sampler(logits_BV, uniforms_B)
-        self._tokens_NT[request, count] = tokens_B
-        self._logprobs_NT[request, count] = logprobs_B
-        alive = state[_ALIVE]
-        stop = (tokens_B[:, None] == self._stop_ids).any(dim=1) & alive.bool()
-        state[_TOKEN] = tokens_B
-        state[_POSITION] += alive
-        state[_COUNT] += alive
-        state[_STOPPED] |= stop
-        state[_ALIVE] = alive & ~stop & (state[_COUNT] < self._params.max_new_tokens)
-
     def _retire(self) -> None:
-        """Take finished rows out: their slots are filled from the end of the batch."""
-        rows = len(self._requests)
-        alive = self._state[_ALIVE, :rows].tolist()
+        """Take finished rows out: the last rows take their places."""
+        rows = len(self._rows)
+        if not rows:
+            return
+        alive = self._state.rows[ALIVE, :rows].tolist()
         if all(alive):
             return
-        counts, stopped = self._state[:, :rows][[_COUNT, _STOPPED]].tolist()
-        for row in range(rows):
-            if not alive[row]:
-                self._counts[self._requests[row]] = counts[row]
-                self._stopped[self._requests[row]] = bool(stopped[row])
+        counts, stopped = self._state.rows[:, :rows][[COUNT, STOPPED]].tolist()
+        for index, row in enumerate(self._rows):
+            if not alive[index]:
+                self._counts[row.request] = counts[index]
+                self._stopped[row.request] = bool(stopped[index])
         left = sum(alive)
         targets = [row for row in range(left) if not alive[row]]
         sources = [row for row in range(left, rows) if alive[row]]
         if targets:
-            longest = max(self._offsets[row] for row in sources) + self._step
-            self._workspace.move(sources, targets, min(longest, self._workspace.positions))
-            self._state[:, targets] = self._state[:, sources]
+            self._move(sources, targets)
+        del self._rows[left:]
+        self._state.clear(left, self._slots[left:])
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Rows `sources` become rows `targets`."""
+        state = self._state.rows
+        state[:, targets] = state[:, sources]
+        if not self._decode_step.any_slot:
+            longest = max(self._rows[row].offset for row in sources) + self._step
+            self._workspace.copy(sources, targets, min(longest, self._workspace.positions))
         for target, source in zip(targets, sources, strict=True):
-            self._requests[target] = self._requests[source]
-            self._offsets[target] = self._offsets[source]
-            self._born[target] = self._born[source]
-        del self._requests[left:], self._offsets[left:], self._born[left:]
+            self._rows[target] = self._rows[source]
+            if self._decode_step.any_slot:
+                slots = self._slots
+                slots[target], slots[source] = slots[source], slots[target]

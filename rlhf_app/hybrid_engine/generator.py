@@ -15,11 +15,14 @@ from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.capability import Capability, probe
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
+from rlhf_app.hybrid_engine.decode_state import DecodeState
+from rlhf_app.hybrid_engine.decode_step import DecodeStep
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +49,26 @@ class Generator:
         model: any causal LM; families that the workspace attention cannot serve fall back to
             transformers' own generate, with one warning.
         settings: the `hybrid_engine` settings.
+        weights: how the weights become usable for a rollout; unset: they are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: HybridEngineSettings | None = None
+        self,
+        model: PreTrainedModel,
+        settings: HybridEngineSettings | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self._settings = settings if settings is not None else HybridEngineSettings()
-        self._model = InferenceModel(model)
+        self._model = InferenceModel(model, weights)
         self._capability: Capability | None = None
         self._workspace: KVWorkspace | None = None
+        self._state = DecodeState(self._model.device)
+        self._step: DecodeStep | None = None
         self._warned: set[str] = set()
+        #: Answers and answer tokens of all rollouts so far, and how the last one decoded.
+        self.samples = 0
+        self.tokens = 0
+        self.form = ""
         if self._settings.inference_tp_size != 1:
             raise ConfigError(
                 f"hybrid_engine.inference_tp_size is {self._settings.inference_tp_size}: "
@@ -89,11 +102,17 @@ class Generator:
         slots = min(len(prompts), max_slots or len(prompts))
         longest = max(map(len, prompts)) + params.max_new_tokens
         if not self._serves(longest):
-            return native_rollout(self._model, prompts, uids, params, slots)
+            return self._count(native_rollout(self._model, prompts, uids, params, slots))
         workspace = self._borrow(slots, longest)
+        if self._step is None:
+            layers = self.capability.layers
+            self._step = DecodeStep(self._model, layers, self._settings.enable_cuda_graph)
         try:
             with self._model.session():
-                return DecodeLoop(self._model, workspace, prompts, uids, params, slots).run()
+                loop = DecodeLoop(
+                    self._model, workspace, self._state, self._step, prompts, uids, params, slots
+                )
+                return self._count(loop.run())
         finally:
             if self._settings.release_inference_cache:
                 self.release()
@@ -127,7 +146,7 @@ class Generator:
         if request.reasons or not self._settings.enabled or input_ids is None:
             for reason in request.reasons:
                 self._warn(f"generate: {reason} is not implemented by the hybrid engine")
-            with self._model.evaluation():
+            with self._model.evaluation(whole=True):
                 return self._model.model.generate(
                     input_ids, attention_mask=attention_mask, **arguments
                 )
@@ -150,6 +169,8 @@ class Generator:
         """Give the KV workspace back; the next rollout takes a new one."""
         if self._workspace is not None:
             self._workspace.release()
+        if self._step is not None:
+            self._step.drop_graphs()  # they read the workspace where it was
 
     def _serves(self, longest: int) -> bool:
         """Whether the workspace path takes rows of this length; warns where it does not."""
@@ -164,6 +185,12 @@ class Generator:
             self._warn(f"model type {kind!r} lacks rotary positions fixed beyond {limit} tokens")
             return False
         return True
+
+    def _count(self, rollout: Rollout) -> Rollout:
+        self.samples += len(rollout.tokens)
+        self.tokens += rollout.timings.generated_tokens
+        self.form = rollout.timings.form
+        return rollout
 
     def _warn(self, reason: str) -> None:
         """Say once why a call runs through transformers' own generate."""

@@ -9,7 +9,7 @@ the KV workspace for the time of a `session`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,17 +47,21 @@ class InferenceModel:
         return self.model.get_input_embeddings().weight.dtype
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, whole: bool = False) -> Iterator[None]:
         """Leave training mode and record no gradients; every module's mode is restored.
 
         `no_grad` and not `inference_mode`: whatever is made inside (a lazily built buffer,
         a cast weight) must still be usable by the training forward.
+
+        Args:
+            whole: every weight whole at once, for forwards that ranks run at their own pace.
         """
+        weights = self.weights.whole() if whole else self.weights.available()
         training = [module for module in self.model.modules() if module.training]
         try:
             for module in training:
                 module.training = False
-            with self.weights.available(), torch.no_grad():
+            with weights, torch.no_grad():
                 yield
         finally:
             for module in training:
@@ -128,6 +132,12 @@ class InferenceModel:
                 input_ids=ids, attention_mask=None, use_cache=False, return_dict=True, **extras
             )
         return output.logits
+
+    def fingerprint(self) -> Hashable:
+        """What a captured forward depends on besides its inputs: equal means that a replay
+        reads the weights where they are now."""
+        parameters = tuple(p.data_ptr() for p in self.model.parameters())
+        return parameters, tuple(b.data_ptr() for b in self.model.buffers())
 
     @property
     def takes_positions(self) -> bool:

@@ -66,6 +66,11 @@ class KVWorkspace:
         """Bytes held now."""
         return self.bytes_for(self.slots, self.positions)
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the allocations are: a captured decode step reads and writes there."""
+        return tuple(buffer.data_ptr() for group in self._groups for buffer in group)
+
     def borrow(self, slots: int, positions: int) -> None:
         """Make room for `slots` rows of `positions` tokens, all zero.
 
@@ -106,8 +111,8 @@ class KVWorkspace:
         self.slots = 0
         self.positions = 0
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], positions: int) -> None:
-        """Copy the first `positions` tokens of rows `sources` over rows `targets`."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], positions: int) -> None:
+        """Copy the first `positions` tokens of slots `sources` over slots `targets`."""
         self.check(max((*sources, *targets)) + 1, positions)
         source = torch.tensor(sources, device=self._device)
         target = torch.tensor(targets, device=self._device)

@@ -52,7 +52,7 @@ def workspace() -> KVWorkspace:
 def test_prefill(workspace, window, softcap):
     query, key, value = _random(2, HEADS, 6, SIZE), *_random(2, 2, KV_HEADS, 6, SIZE)
     call = AttentionCall(0, query, key, value, None, 0.3, window, softcap, {})
-    got = Prefill(workspace, 1).attend(call)
+    got = Prefill(workspace, slice(1, 3)).attend(call)
     for row in range(2):
         for at in range(6):
             want = _reference(
@@ -92,7 +92,7 @@ def test_writing_past_the_workspace_is_an_index_error(workspace):
         Decode(workspace, torch.tensor([12]), 12, True)
     query, key = _random(3, HEADS, 6, SIZE), _random(3, KV_HEADS, 6, SIZE)
     with pytest.raises(IndexError, match="4 rows"):
-        Prefill(workspace, 1).attend(AttentionCall(0, query, key, key, None, 1.0, None, None, {}))
+        Prefill(workspace, slice(1, 4)).attend(AttentionCall(0, query, key, key, None, 1.0, None, None, {}))
 
 
 class _Config:

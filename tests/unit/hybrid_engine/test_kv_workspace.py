@@ -52,7 +52,7 @@ def test_move_copies_the_live_part_of_rows_in_every_layer(workspace):
     for index, tensor in enumerate([*workspace.keys, *workspace.values]):
         tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 1000 * index)
     before = [t.clone() for t in [*workspace.keys, *workspace.values]]
-    workspace.move([2], [0], 3)
+    workspace.copy([2], [0], 3)
     for old, new in zip(before, [*workspace.keys, *workspace.values], strict=True):
         assert torch.equal(new[0, :, :3], old[2, :, :3])
         assert torch.equal(new[0, :, 3:], old[0, :, 3:])

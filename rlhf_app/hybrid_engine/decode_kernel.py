@@ -1,0 +1,131 @@
+"""Decode attention in one Triton kernel: one new token per row over the KV workspace.
+
+Shapes: B rows, H query heads, K kv heads, G = H / K, D head size, L positions of a row.
+
+One program serves one row, one kv head and one share of the row's positions, for all query
+heads of that kv head, so that keys and values are read once (flash decoding, Dao et al. 2023).
+Lengths come from the device: the launch does not depend on them, so that one captured launch
+serves every step. The new key and value are stored on the way.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+_BLOCK = 64  # positions read at a time
+# Programs that fill a GPU of this kind; fewer rows x heads are cut into shares of positions.
+_PROGRAMS_PER_PROCESSOR = 4
+_MOST_SHARES = 16
+# Query heads per kv head are padded to the smallest matrix that tensor cores take.
+_LEAST_ROWS = 16
+_LARGEST_HEAD = 256
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled module, or None where Triton is missing."""
+    try:
+        from rlhf_app.hybrid_engine import triton_decode
+    except ImportError:
+        return None
+    return triton_decode
+
+
+def available(device: torch.device, head_dim: int, value_dim: int) -> bool:
+    """Whether the kernel serves heads of this size on this device."""
+    return (
+        device.type == "cuda"
+        and head_dim == value_dim
+        and head_dim <= _LARGEST_HEAD
+        and _kernels() is not None
+    )
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shares(rows: int, kv_heads: int, positions: int, device: torch.device) -> int:
+    """Into how many parts a row's positions are cut, so that every processor has work."""
+    wanted = _PROGRAMS_PER_PROCESSOR * _processors(device)
+    most = min(_MOST_SHARES, -(-positions // (2 * _BLOCK)))
+    count = 1
+    while count < most and rows * kv_heads * count < wanted:
+        count *= 2
+    return min(count, max(most, 1))
+
+
+def decode_attention(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_H: torch.Tensor | None = None,
+    parts: int | None = None,
+) -> torch.Tensor:
+    """Store each row's new key and value, then attend over the row.
+
+    Args:
+        query: [B, H, 1, D].
+        new_key: [B, K, 1, D].
+        new_value: [B, K, 1, D].
+        keys: [S, K, L, D] workspace of this layer.
+        values: [S, K, L, D].
+        slots_B: [B] int64, the workspace row of each row.
+        lengths_B: [B] int64, tokens already stored; the new one goes to this position.
+        scale: of the logits.
+        window: keys a query sees, itself included; None is all.
+        softcap: c in c*tanh(logits/c), or None.
+        alibi_H: [H] fp32 slopes: slope x position is added to the logits.
+        parts: shares of each row's positions; unset: by the size of the GPU.
+
+    Returns:
+        [B, H, 1, D] in the query's dtype, a view of [B, 1, H, D] memory.
+    """
+    rows, heads, _, size = query.shape
+    kv_heads, positions = keys.shape[1], keys.shape[2]
+    if parts is None:
+        parts = shares(rows, kv_heads, positions, query.device)
+    query, new_key, new_value = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, new_key, new_value)
+    )
+    out = torch.empty((rows, 1, heads, size), dtype=query.dtype, device=query.device)
+    partial, extent = out, out
+    if parts > 1:
+        partial = query.new_empty((rows, heads, parts, size), dtype=torch.float32)
+        extent = query.new_empty((rows, heads, parts, 2), dtype=torch.float32)
+    group = heads // kv_heads
+    kernels = _kernels()
+    padded = max(16, 1 << (size - 1).bit_length())
+    kernels.attend[(rows, kv_heads, parts)](
+        query, new_key, new_value, keys, values, slots_B, lengths_B,
+        lengths_B if alibi_H is None else alibi_H,
+        out, partial, extent,
+        query.stride(0), query.stride(1), new_key.stride(0), new_key.stride(1),
+        new_value.stride(0), new_value.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
+        HEADS=heads, GROUP=group, SIZE=size,
+        ROWS=max(_LEAST_ROWS, 1 << (group - 1).bit_length()), WIDTH=padded, BLOCK=_BLOCK,
+        PARTS=parts, CAPPED=softcap is not None, WINDOWED=window is not None,
+        SLOPED=alibi_H is not None, EXACT=query.dtype == torch.float32,
+        num_warps=2 if padded <= 64 else 4, num_stages=2,
+    )  # fmt: skip
+    if parts > 1:
+        kernels.combine[(rows, heads)](
+            partial, extent, out, HEADS=heads, SIZE=size, WIDTH=padded, PARTS=parts,
+            SPAN=1 << (parts - 1).bit_length(), num_warps=2,
+        )  # fmt: skip
+    return out.transpose(1, 2)

@@ -1,0 +1,154 @@
+"""What one rollout keeps on the device: per-row state, drawn tokens, their log-probs.
+
+Shapes: N requests, S rows at most, B active rows, T answer tokens, V vocabulary.
+
+The buffers outlive a rollout when they are large enough, so that a captured decode step finds
+them where it left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
+
+# Rows of the state tensor.
+TOKEN, POSITION, COUNT, REQUEST, ALIVE, STOPPED, SLOT = range(7)
+_FIELDS = 7
+
+
+def distribution(params: SamplingParams) -> SamplingParams:
+    """The parameters without what only chooses the draws: equal for rollouts of one kind."""
+    return replace(params, seed=0, step=0)
+
+
+class Answers(NamedTuple):
+    """Drawn tokens [N, T] int64 and log-probs [N, T] fp32 on the host."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class DecodeState:
+    """Buffers of the decode loop on one device.
+
+    Attributes:
+        rows: [fields, S] int64. TOKEN is the last token of a row and POSITION its place in the
+            row, COUNT the answer tokens drawn, REQUEST whose answer it is, ALIVE whether it
+            goes on, STOPPED whether a stop id ended it, SLOT where its keys and values are.
+
+    Args:
+        device: where the model's ids go in.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._constants: dict[SamplingParams, tuple[Sampler, torch.Tensor]] = {}
+        self._allocate(0, 0, 0)
+
+    def _allocate(self, requests: int, columns: int, rows: int) -> None:
+        self._size = (requests, columns, rows)
+        size, device = (requests, columns), self._device
+        self._tokens_NT = torch.zeros(size, dtype=torch.int64, device=device)
+        self._logprobs_NT = torch.zeros(size, dtype=torch.float32, device=device)
+        self._uniforms_NT = torch.zeros(size, dtype=torch.float64, device=device)
+        self.rows = torch.zeros((_FIELDS, rows), dtype=torch.int64, device=device)
+
+    def begin(self, params: SamplingParams, uids: Sequence[int], slots: int) -> None:
+        """Make room for a rollout and draw its uniforms.
+
+        Args:
+            params: how tokens are drawn.
+            uids: one integer per request.
+            slots: rows decoded at once.
+        """
+        # One request more for rows that are nobody's, and one column more than can be used:
+        # rows that finished, but were not yet seen to have finished, write there.
+        wanted = (len(uids) + 1, params.max_new_tokens + 1, slots)
+        if any(want > have for want, have in zip(wanted, self._size, strict=True)):
+            self._allocate(*map(max, zip(wanted, self._size, strict=True)))
+        self._nobody = self._size[0] - 1
+        self._params = params
+        # Kept for good: a captured step reads the tensors in them.
+        kind = distribution(params)
+        if kind not in self._constants:
+            stop_ids = torch.tensor(params.stop_ids, device=self._device, dtype=torch.int64)
+            self._constants[kind] = Sampler(params, self._device), stop_ids
+        self._sampler, self._stop_ids = self._constants[kind]
+        if not params.greedy:
+            keys = request_keys(params.seed, params.step, uids).to(self._device)
+            drawn = uniforms(keys, params.max_new_tokens + 1)
+            self._uniforms_NT[: len(uids), : params.max_new_tokens + 1] = drawn
+        self.clear(0, range(slots))
+
+    def clear(self, first: int, slots: Sequence[int]) -> None:
+        """Make the rows from `first` on nobody's: what they compute goes nowhere.
+
+        Args:
+            first: the first such row.
+            slots: of each of them, no live row's: a step of more rows than are alive still
+                stores keys and values for all of its rows.
+        """
+        rows = self.rows[:, first : first + len(slots)]
+        rows.zero_()
+        rows[REQUEST] = self._nobody
+        rows[SLOT] = torch.tensor(slots, dtype=torch.int64, device=self._device)
+
+    def admit(
+        self, first: int, requests: Sequence[int], slots: Sequence[int], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Start rows whose prompts have just been run.
+
+        Args:
+            first: row of the first of them.
+            requests: whose answers they are.
+            slots: where their keys and values are.
+            lengths: tokens of each prompt.
+
+        Returns:
+            [fields, B] view of these rows.
+        """
+        state = self.rows[:, first : first + len(requests)]
+        state.zero_()
+        positions = [length - 1 for length in lengths]
+        values = torch.tensor([positions, list(requests), list(slots)], device=self._device)
+        state[POSITION], state[REQUEST], state[SLOT] = values
+        state[ALIVE] = 1
+        return state
+
+    def record(self, state: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        """Draw each row's next token; advance the rows that are alive.
+
+        Args:
+            state: [fields, B] view of `rows`.
+            logits_BV: logits of the next token of each row.
+        """
+        count, request = state[COUNT], state[REQUEST]
+        tokens_B, logprobs_B = self._sampler(logits_BV, self._uniforms_NT[request, count])
+        self._tokens_NT[request, count] = tokens_B
+        self._logprobs_NT[request, count] = logprobs_B
+        alive = state[ALIVE]
+        stop = (tokens_B[:, None] == self._stop_ids).any(dim=1) & alive.bool()
+        state[TOKEN] = tokens_B
+        state[POSITION] += alive
+        state[COUNT] += alive
+        state[STOPPED] |= stop
+        state[ALIVE] = alive & ~stop & (state[COUNT] < self._params.max_new_tokens)
+
+    def answers(self, requests: int) -> Answers:
+        """What was drawn for the first `requests` requests, copied to the host."""
+        columns = self._params.max_new_tokens
+        return Answers(
+            self._tokens_NT[:requests, :columns].cpu(),
+            self._logprobs_NT[:requests, :columns].cpu(),
+        )
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are: a captured step reads and writes there."""
+        buffers = (self._tokens_NT, self._logprobs_NT, self._uniforms_NT, self.rows)
+        return tuple(buffer.data_ptr() for buffer in buffers)

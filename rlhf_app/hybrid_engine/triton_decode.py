@@ -1,0 +1,120 @@
+"""The Triton kernels behind `decode_kernel`; imported only where Triton is present.
+
+Layouts are those of `decode_kernel.decode_attention`. Reductions run in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    query: Any, new_key: Any, new_value: Any, keys: Any, values: Any, slots: Any, lengths: Any,
+    slopes: Any, out: Any, partial: Any, extent: Any,
+    q_row: Any, q_head: Any, nk_row: Any, nk_head: Any, nv_row: Any, nv_head: Any,
+    k_slot: Any, k_head: Any, k_pos: Any, v_slot: Any, v_head: Any, v_pos: Any,
+    scale: Any, softcap: Any, window: Any,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SLOPED: tl.constexpr, EXACT: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row, one kv head, one part of the positions: an online softmax (Milakov 2018)."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    length = tl.load(lengths + row)
+    slot = tl.load(slots + row)
+
+    member = tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    real = dim < SIZE
+    head = kv_head * GROUP + member
+    own = (member < GROUP)[:, None] & real[None, :]
+    q = tl.load(query + row * q_row + head[:, None] * q_head + dim[None, :], mask=own, other=0.0)
+    k_new = tl.load(new_key + row * nk_row + kv_head * nk_head + dim, mask=real, other=0.0)
+    v_new = tl.load(new_value + row * nv_row + kv_head * nv_head + dim, mask=real, other=0.0)
+    key_base = keys + slot * k_slot + kv_head * k_head
+    value_base = values + slot * v_slot + kv_head * v_head
+
+    end = length + 1
+    first = length * 0
+    if WINDOWED:
+        first = tl.maximum(end - window, 0)
+    share = tl.cdiv(tl.cdiv(end - first, BLOCK), PARTS) * BLOCK
+    low = first + part * share
+    high = tl.minimum(low + share, end)
+    if (low < end) & (high == end):
+        tl.store(key_base + length * k_pos + dim, k_new, mask=real)
+        tl.store(value_base + length * v_pos + dim, v_new, mask=real)
+
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    if SLOPED:
+        slope = tl.load(slopes + head, mask=member < GROUP, other=0.0)
+    for start in range(low, high, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        stored = (position < high) & (position < length)
+        newest = position == length
+        there = stored[:, None] & real[None, :]
+        k = tl.load(key_base + position[:, None] * k_pos + dim[None, :], mask=there, other=0.0)
+        k = tl.where(newest[:, None], k_new[None, :], k)
+        if EXACT:
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        else:
+            logits = tl.dot(q, tl.trans(k)) * scale
+        if CAPPED:
+            # tanh(x) = 2 sigmoid(2x) - 1
+            logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+        if SLOPED:
+            logits += slope[:, None] * position[None, :].to(tl.float32)
+        logits = tl.where((position < high)[None, :], logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        weight = tl.exp(logits - higher[:, None])
+        fade = tl.exp(best - higher)
+        v = tl.load(value_base + position[:, None] * v_pos + dim[None, :], mask=there, other=0.0)
+        v = tl.where(newest[:, None], v_new[None, :], v)
+        if EXACT:
+            mixed = mixed * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
+        else:
+            mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v)
+        total = total * fade + tl.sum(weight, 1)
+        best = higher
+
+    if PARTS == 1:
+        answer = mixed / total[:, None]
+        at = out + (row * HEADS + head[:, None]) * SIZE + dim[None, :]
+        tl.store(at, answer.to(out.dtype.element_ty), mask=own)
+    else:
+        line = (row * HEADS + head) * PARTS + part
+        tl.store(partial + line[:, None] * SIZE + dim[None, :], mixed, mask=own)
+        tl.store(extent + line * 2, best, mask=member < GROUP)
+        tl.store(extent + line * 2 + 1, total, mask=member < GROUP)
+
+
+@triton.jit
+def combine(
+    partial: Any, extent: Any, out: Any,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Joins the parts of one row and head; a part without positions has total 0."""
+    line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    part = tl.arange(0, SPAN)
+    dim = tl.arange(0, WIDTH)
+    known = part < PARTS
+    real = dim < SIZE
+    at = (line * PARTS + part) * 2
+    best = tl.load(extent + at, mask=known, other=float("-inf"))
+    total = tl.load(extent + at + 1, mask=known, other=0.0)
+    fade = tl.exp(best - tl.max(best, 0))
+    mixed = tl.load(
+        partial + (line * PARTS + part)[:, None] * SIZE + dim[None, :],
+        mask=known[:, None] & real[None, :], other=0.0,
+    )  # fmt: skip
+    answer = tl.sum(mixed * fade[:, None], 0) / tl.sum(total * fade, 0)
+    tl.store(out + line * SIZE + dim, answer.to(out.dtype.element_ty), mask=real)
