@@ -71,7 +71,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi_H: torch.Tensor | None = None,
+    biases_HL: torch.Tensor | None = None,
     parts: int | None = None,
 ) -> torch.Tensor:
     """Store each row's new key and value, then attend over the row.
@@ -87,7 +87,7 @@ def decode_attention(
         scale: of the logits.
         window: keys a query sees, itself included; None is all.
         softcap: c in c*tanh(logits/c), or None.
-        alibi_H: [H] fp32 slopes: slope x position is added to the logits.
+        biases_HL: [H, L] fp32 with unit stride along L, added to the capped logits; or None.
         parts: shares of each row's positions; unset: by the size of the GPU.
 
     Returns:
@@ -110,17 +110,18 @@ def decode_attention(
     padded = max(16, 1 << (size - 1).bit_length())
     kernels.attend[(rows, kv_heads, parts)](
         query, new_key, new_value, keys, values, slots_B, lengths_B,
-        lengths_B if alibi_H is None else alibi_H,
+        lengths_B if biases_HL is None else biases_HL,
         out, partial, extent,
         query.stride(0), query.stride(1), new_key.stride(0), new_key.stride(1),
         new_value.stride(0), new_value.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
+        0 if biases_HL is None else biases_HL.stride(0),
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
         HEADS=heads, GROUP=group, SIZE=size,
         ROWS=max(_LEAST_ROWS, 1 << (group - 1).bit_length()), WIDTH=padded, BLOCK=_BLOCK,
         PARTS=parts, CAPPED=softcap is not None, WINDOWED=window is not None,
-        SLOPED=alibi_H is not None, EXACT=query.dtype == torch.float32,
+        BIASED=biases_HL is not None, EXACT=query.dtype == torch.float32,
         num_warps=2 if padded <= 64 else 4, num_stages=2,
     )  # fmt: skip
     if parts > 1:

@@ -66,14 +66,15 @@ class KernelDecode:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the new key and value, then attend over the row so far."""
-        alibi: torch.Tensor | None = getattr(call, "alibi", None)
-        if alibi is not None:
-            self.kept.append(alibi)
+        biases_HL = None
+        if call.alibi is not None:
+            biases_HL = call.alibi.table(self.workspace.positions)
+            self.kept.append(biases_HL)
         return decode_kernel.decode_attention(
             call.query, call.key, call.value,
             self.workspace.keys[call.layer], self.workspace.values[call.layer],
             self.slots_B, self.lengths_B,
-            scale=call.scale, window=call.window, softcap=call.softcap, alibi_H=alibi,
+            scale=call.scale, window=call.window, softcap=call.softcap, biases_HL=biases_HL,
         )  # fmt: skip
 
 

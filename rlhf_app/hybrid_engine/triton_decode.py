@@ -14,13 +14,13 @@ import triton.language as tl
 @triton.jit
 def attend(
     query: Any, new_key: Any, new_value: Any, keys: Any, values: Any, slots: Any, lengths: Any,
-    slopes: Any, out: Any, partial: Any, extent: Any,
+    biases: Any, out: Any, partial: Any, extent: Any,
     q_row: Any, q_head: Any, nk_row: Any, nk_head: Any, nv_row: Any, nv_head: Any,
     k_slot: Any, k_head: Any, k_pos: Any, v_slot: Any, v_head: Any, v_pos: Any,
-    scale: Any, softcap: Any, window: Any,
+    bias_head: Any, scale: Any, softcap: Any, window: Any,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, SLOPED: tl.constexpr, EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row, one kv head, one part of the positions: an online softmax (Milakov 2018)."""
     row = tl.program_id(0).to(tl.int64)
@@ -54,8 +54,6 @@ def attend(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    if SLOPED:
-        slope = tl.load(slopes + head, mask=member < GROUP, other=0.0)
     for start in range(low, high, BLOCK):
         position = start + tl.arange(0, BLOCK)
         stored = (position < high) & (position < length)
@@ -70,8 +68,10 @@ def attend(
         if CAPPED:
             # tanh(x) = 2 sigmoid(2x) - 1
             logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
-        if SLOPED:
-            logits += slope[:, None] * position[None, :].to(tl.float32)
+        if BIASED:
+            place = biases + head[:, None] * bias_head + position[None, :]
+            inside = (member < GROUP)[:, None] & (position < high)[None, :]
+            logits += tl.load(place, mask=inside, other=0.0)
         logits = tl.where((position < high)[None, :], logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         weight = tl.exp(logits - higher[:, None])
