@@ -73,8 +73,9 @@ def probe(model: InferenceModel) -> Capability:
     """
     limit: int | None = getattr(model.text_config, "max_position_embeddings", None)
     try:
-        layers = _probe(model)
-        _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
+        with model.weights.available():  # a partitioned weight has no shape
+            layers = _probe(model)
+            _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
         return Capability(layers, None, limit, _engine_positions(model))
     except Unsupported as error:
         return Capability((), str(error), limit)

@@ -13,20 +13,25 @@ The drop-in for `deepspeed.initialize` with DeepSpeed's own `hybrid_engine` keys
 from __future__ import annotations
 
 import copy
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rlhf_app.config.schema import HybridEngineSettings
-from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.ds_settings import split_config
 from rlhf_app.hybrid_engine.generator import Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
+from rlhf_app.hybrid_engine.zero3 import PinnedWeights, StreamedWeights
 from rlhf_app.training.deepspeed_module import load_deepspeed
+
+logger = logging.getLogger(__name__)
 
 
 def initialize(
@@ -95,6 +100,20 @@ def initialize(
     return HybridEngine(engine, settings), optimizer, dataloader, lr_scheduler
 
 
+def weights_of(engine: Any, settings: HybridEngineSettings) -> Weights:
+    """How the module of a DeepSpeed engine gets whole weights for a rollout.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        settings: `pin_parameters` and `tp_gather_partition_size` decide under ZeRO-3.
+    """
+    if engine.zero_optimization_stage() < 3:
+        return ResidentWeights(engine)
+    if settings.pin_parameters:
+        return PinnedWeights(engine)
+    return StreamedWeights(engine, settings.tp_gather_partition_size)
+
+
 def _without_config(args: Any) -> Any:
     """A copy of the caller's arguments that names no config: it is passed as a dict."""
     copied = copy.copy(args)
@@ -110,24 +129,44 @@ class Breakdown:
 
     Attributes:
         total: the whole iteration.
-        generate: inside `rollout` and `generate`.
+        gather: making ZeRO-3's weights whole for rollouts; 0 where they always are.
+        generate: inside `rollout` and `generate`, without `gather`.
         training: between `train()` and the next `eval()`.
+        samples: answers made on this rank.
+        tokens: answer tokens made on this rank, stop tokens included.
+        form: how the tokens of the last rollout were decoded, in words; empty before any.
     """
 
     total: float = 0.0
+    gather: float = 0.0
     generate: float = 0.0
     training: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    form: str = ""
 
     @property
     def others(self) -> float:
         """Scoring, host work and whatever else the caller did."""
-        return max(0.0, self.total - self.generate - self.training)
+        return max(0.0, self.total - self.gather - self.generate - self.training)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Answers of this rank over the whole iteration."""
+        return self.samples / self.total if self.total > 0 else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Answer tokens of this rank over the time of rollouts, gathering included."""
+        seconds = self.gather + self.generate
+        return self.tokens / seconds if seconds > 0 else 0.0
 
     def __str__(self) -> str:
         return (
-            f"E2E latency={self.total:.2f}s | Gather latency=0.00s | "
+            f"E2E latency={self.total:.2f}s | Gather latency={self.gather:.2f}s | "
             f"Generate time={self.generate:.2f}s | Training time={self.training:.2f}s | "
-            f"Others={self.others:.2f}s"
+            f"Others={self.others:.2f}s | {self.samples_per_second:.2f} samples/s | "
+            f"{self.tokens_per_second:.1f} tokens/s" + (f" | {self.form}" if self.form else "")
         )
 
 
@@ -143,13 +182,17 @@ class HybridEngine:
     """
 
     _OWN = frozenset(
-        {"deepspeed_engine", "generator", "settings", "breakdown", "_current", "_since", "_mode"}
-    )
+        {
+            "deepspeed_engine", "generator", "settings", "weights", "breakdown",
+            "_current", "_since", "_mode",
+        }
+    )  # fmt: skip
 
     def __init__(self, engine: Any, settings: HybridEngineSettings) -> None:
         self.deepspeed_engine = engine
         self.settings = settings
-        self.generator = Generator(engine.module, settings)
+        self.weights = weights_of(engine, settings)
+        self.generator = Generator(engine.module, settings, self.weights)
         #: The last whole iteration.
         self.breakdown = Breakdown()
         self._current = Breakdown()
@@ -205,12 +248,8 @@ class HybridEngine:
 
         The module's mode is the same before and after, whichever it is.
         """
-        self._check_zero()
-        start = time.perf_counter()
-        try:
+        with self._booked():
             return self.generator.rollout(prompts, params, uids, max_slots)
-        finally:
-            self._add_generate(time.perf_counter() - start)
 
     def generate(
         self,
@@ -219,23 +258,36 @@ class HybridEngine:
         **kwargs: Any,
     ) -> Any:
         """Hugging Face's `generate`, from the same weights; see `Generator.generate`."""
-        self._check_zero()
-        start = time.perf_counter()
-        try:
+        with self._booked():
             return self.generator.generate(input_ids, attention_mask, **kwargs)
+
+    @contextmanager
+    def _booked(self) -> Iterator[None]:
+        """Add the time, answers and tokens of one call to the current iteration."""
+        start = time.perf_counter()
+        gathered = self.weights.gather_seconds, self.weights.gathered_bytes
+        made = self.generator.samples, self.generator.tokens
+        try:
+            yield
         finally:
-            self._add_generate(time.perf_counter() - start)
-
-    def _check_zero(self) -> None:
-        engine = self.deepspeed_engine
-        if engine.zero_optimization_stage() >= 3 and engine.world_size > 1:
-            raise ConfigError(
-                "zero_stage 3 cannot roll out on more than one rank: each rank would wait for "
-                "the others' weights at its own pace; set zero_stage to 0, 1 or 2"
+            gather = self.weights.gather_seconds - gathered[0]
+            tokens = self.generator.tokens - made[1]
+            now = self._current
+            self._current = replace(
+                now,
+                gather=now.gather + gather,
+                generate=now.generate + time.perf_counter() - start - gather,
+                samples=now.samples + self.generator.samples - made[0],
+                tokens=now.tokens + tokens,
+                form=self.generator.form,
             )
-
-    def _add_generate(self, seconds: float) -> None:
-        self._current = replace(self._current, generate=self._current.generate + seconds)
+            if self.weights.lockstep and tokens:
+                moved = self.weights.gathered_bytes - gathered[1]
+                logger.info(
+                    "unpinned weights: %.2f MB gathered per token (%d tokens)",
+                    moved / tokens / 1e6,
+                    tokens,
+                )
 
     def _close_interval(self) -> None:
         """Book the time since the last switch."""

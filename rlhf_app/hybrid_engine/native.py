@@ -45,7 +45,7 @@ def native_rollout(
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[torch.Tensor] = [torch.empty(0) for _ in prompts]
     steps = row_steps = 0
-    with model.evaluation(), _plain_generation_config(model.model):
+    with model.evaluation(whole=True), _plain_generation_config(model.model):
         for batch in _batches(prompts, slots, ragged=model.takes_positions):
             keys = request_keys(params.seed, params.step, [uids[i] for i in batch])
             drawn_BT, drawn_logprobs_BT = _generate(

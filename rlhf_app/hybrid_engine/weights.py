@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
+
+from rlhf_app.hybrid_engine.deepspeed_hooks import engine_hooks, suspended
 
 
 class Weights(Protocol):
@@ -14,13 +16,21 @@ class Weights(Protocol):
         lockstep: every rank runs as many forwards as the busiest one, one at a time, because a
             forward itself communicates.
         settled: addresses stay the same from one rollout to the next.
+        gather_seconds: time spent on making weights whole, since the start.
+        gathered_bytes: bytes of weights made whole, since the start.
     """
 
     lockstep: bool
     settled: bool
+    gather_seconds: float
+    gathered_bytes: int
 
     def available(self) -> AbstractContextManager[None]:
         """Context in which whole weights can be computed with; nests."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Context in which every weight is whole at once: ranks need no lockstep inside."""
         ...
 
     def any_working(self, working: bool) -> bool:
@@ -33,15 +43,29 @@ class Weights(Protocol):
 
 
 class ResidentWeights:
-    """Whole weights on every rank, always: ZeRO 0, 1 and 2, and plain modules."""
+    """Whole weights on every rank, always: ZeRO 0, 1 and 2, and plain modules.
+
+    Args:
+        engine: the DeepSpeed engine around the module, or None for a plain module.
+    """
 
     lockstep = False
     settled = True
+    gather_seconds = 0.0
+    gathered_bytes = 0
+
+    def __init__(self, engine: Any = None) -> None:
+        self._engine = engine
 
     @contextmanager
     def available(self) -> Iterator[None]:
-        """Nothing to do."""
-        yield
+        """Nothing to gather; DeepSpeed's own hooks rest."""
+        with suspended([] if self._engine is None else engine_hooks(self._engine)):
+            yield
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The same as `available`."""
+        return self.available()
 
     def any_working(self, working: bool) -> bool:
         """This rank's own answer: ranks do not wait for each other."""
