@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_app.hybrid_engine.alibi import Alibi
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 
 NAME = "rlhf_kv_workspace"
@@ -51,6 +52,7 @@ class AttentionCall:
         window: keys a query sees, itself included; None is all.
         softcap: c in c*tanh(logits/c), or None.
         extras: every other keyword the model passed.
+        alibi: bias of key positions, added to the scaled and capped logits; or None.
     """
 
     layer: int
@@ -62,6 +64,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     extras: dict[str, Any]
+    alibi: Alibi | None = None
 
 
 _STEP: ContextVar[Step | None] = ContextVar("rlhf_attention_step", default=None)
@@ -99,15 +102,30 @@ def workspace_attention(
     Raises:
         RuntimeError: called outside `active`.
     """
-    step = _STEP.get()
-    if step is None:
-        raise RuntimeError(f"attention {NAME!r} was called outside a rollout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
         module.layer_idx, query, key, value, attention_mask, scale, sliding_window, softcap,
         {"dropout": dropout, **extras},
     )  # fmt: skip
-    return step.attend(call).transpose(1, 2), None
+    return serve(call).transpose(1, 2), None
+
+
+def serve(call: AttentionCall) -> torch.Tensor:
+    """Have the active step serve one layer.
+
+    Args:
+        call: what the layer asks for.
+
+    Returns:
+        [B, H, P, D].
+
+    Raises:
+        RuntimeError: called outside `active`.
+    """
+    step = _STEP.get()
+    if step is None:
+        raise RuntimeError(f"attention {NAME!r} was called outside a rollout")
+    return step.attend(call)
 
 
 # No mask function is registered under this name: transformers then builds no mask at all,
@@ -167,7 +185,8 @@ class Prefill:
         self.workspace.values[call.layer][self.slots, :, :length] = call.value
         groups = call.query.shape[1] // call.key.shape[1]
         window = call.window if call.window is not None and call.window < length else None
-        if call.softcap is None and window is None and call.query.is_cuda:
+        plain = call.softcap is None and window is None and call.alibi is None
+        if plain and call.query.is_cuda:
             return F.scaled_dot_product_attention(
                 call.query, call.key, call.value, is_causal=True, scale=call.scale,
                 enable_gqa=groups > 1,
@@ -175,11 +194,13 @@ class Prefill:
         key, value = call.key, call.value
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if call.softcap is None and window is None:
+        if plain:
             return F.scaled_dot_product_attention(
                 call.query, key, value, is_causal=True, scale=call.scale
             )
         mask = _banded_causal(length, window, call.query)
+        if call.alibi is not None:
+            mask = call.alibi.table(length)[:, None].to(mask.dtype) + mask
         return _attend(call.query, key, value, mask, call.scale, call.softcap)
 
 
@@ -199,7 +220,9 @@ class Decode:
     longest: int
     equal: bool
     _rows: torch.Tensor = field(init=False)
-    _masks: dict[int | None, torch.Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int | None, Alibi | None], torch.Tensor | None] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.workspace.check(self.lengths_B.shape[0], self.longest + 1)
@@ -211,18 +234,16 @@ class Decode:
         kv_heads = call.key.shape[1]
         keys = self.workspace.keys[call.layer]
         values = self.workspace.values[call.layer]
-        mask: torch.Tensor | None
         end = self.longest + 1
         if self.equal:
             keys[:rows, :, self.longest] = call.key[:, :, 0]
             values[:rows, :, self.longest] = call.value[:, :, 0]
             start = 0 if call.window is None else max(0, end - call.window)
-            mask = None
         else:
             keys[self._rows, :, self.lengths_B] = call.key[:, :, 0]
             values[self._rows, :, self.lengths_B] = call.value[:, :, 0]
             start = 0
-            mask = self._mask(call.window, call.query.dtype)
+        mask = self._mask(call, kv_heads, start)
         # The queries of one kv head become rows of one small matrix: no copy of K and V.
         query = call.query.reshape(rows, kv_heads, heads // kv_heads, -1)
         out = _attend(
@@ -231,20 +252,29 @@ class Decode:
         )  # fmt: skip
         return out.reshape(rows, heads, 1, -1)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[B, 1, 1, L] additive: 0 where a position counts, -inf elsewhere."""
+    def _mask(self, call: AttentionCall, kv_heads: int, start: int) -> torch.Tensor | None:
+        """Additive over [B, K, G, positions from `start`]: bias, and -inf where hidden."""
+        window = call.window
         if window is not None and window > self.longest:
             window = None
-        mask = self._masks.get(window)
-        if mask is None:
-            position = torch.arange(self.longest + 1, device=self.lengths_B.device)
-            hidden = position > self.lengths_B[:, None]
-            if window is not None:
-                hidden |= position <= self.lengths_B[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]
-            self._masks[window] = mask
-        return mask
+        key = (window, call.alibi)
+        if key not in self._masks:
+            mask = None if self.equal else self._hidden(window, call.query.dtype)
+            if call.alibi is not None:
+                bias = call.alibi.table(self.longest + 1)[:, start:].to(call.query.dtype)
+                bias = bias.reshape(1, kv_heads, -1, bias.shape[1])
+                mask = bias if mask is None else mask + bias
+            self._masks[key] = mask
+        return self._masks[key]
+
+    def _hidden(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[B, 1, 1, L] additive: 0 where a position counts, -inf elsewhere."""
+        position = torch.arange(self.longest + 1, device=self.lengths_B.device)
+        hidden = position > self.lengths_B[:, None]
+        if window is not None:
+            hidden |= position <= self.lengths_B[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, -math.inf)[:, None, None]
 
 
 def _banded_causal(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Can this model generate through the KV workspace? Asked of the model, not of its name.
 
 A two-token forward must call our attention exactly once per layer, with arguments that it
-can honour and masks that it reproduces. Some families never call it, without any error
-(GPT-Neo, BLOOM, Falcon, MPT); others keep part of their state elsewhere (linear attention,
-or a state-space mixer beside the attention of every layer). So a few tokens are then decoded
-and their logits compared with those of the training forward.
+can honour and masks that it reproduces. Some families never call it, without any error:
+`adapters` brings some of them to it, the others (MPT) stay outside. Others keep part of their
+state elsewhere (linear attention, or a state-space mixer beside the attention of every layer).
+So a few tokens are then decoded and their logits compared with those of the training forward.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_app.hybrid_engine import adapters
 from rlhf_app.hybrid_engine.attention import AttentionCall, Decode, Prefill, workspace_attention
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
@@ -91,7 +92,7 @@ def probe(model: InferenceModel) -> Capability:
 def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
     if model.model.get_output_embeddings() is None:
         raise Unsupported("an output embedding that get_output_embeddings() returns")
-    if not model.takes_positions:
+    if not model.takes_positions and not adapters.needed(model.model):
         raise Unsupported("a forward that takes position_ids")
     kinds = getattr(model.text_config, "layer_types", None) or ["unknown"]
     if getattr(model.model, "_is_stateful", False) and set(kinds) - _ATTENTION_KINDS:
@@ -107,6 +108,8 @@ def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
             f"attention through transformers' attention interface in every layer "
             f"({len(recorder.shapes)} of {expected} layers called it)"
         )
+    if not model.takes_positions and not recorder.biased:
+        raise Unsupported("a forward that takes position_ids, or positions in the attention alone")
     return tuple(recorder.shapes[layer] for layer in range(expected))
 
 
@@ -154,6 +157,7 @@ class _Recorder:
     """A step that notes every call and refuses what it could not honour."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    biased: bool = True  # every call so far brought its positions as a bias
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Note one call; the output's values do not matter, its shape does."""
@@ -170,6 +174,7 @@ class _Recorder:
         window = None if call.mask is None or not call.mask.item() else int(call.mask.item())
         if window != call.window and call.mask is not None:
             raise Unsupported(f"a mask of window {window} with sliding_window={call.window}")
+        self.biased = self.biased and call.alibi is not None
         self.shapes[call.layer] = LayerShape(
             call.key.shape[1], call.key.shape[3], call.value.shape[3]
         )

@@ -28,6 +28,20 @@ _OPT = {
 }  # fmt: skip
 _NEOX = {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}
 
+_ALIBI = {"vocab_size": VOCAB, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+_FALCON = _ALIBI | {"num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def _rope(**scaling: object) -> tf.PreTrainedConfig:
+    """A Llama with 16 positions before its scaling."""
+    return tf.LlamaConfig(
+        **{**_LLAMA, "num_key_value_heads": 4},
+        rope_parameters={
+            "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, **scaling,
+        },
+    )  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "opt": lambda: tf.OPTConfig(**_OPT, word_embed_proj_dim=32),
     "opt-350m": lambda: tf.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
@@ -40,6 +54,20 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "gpt-neox": lambda: tf.GPTNeoXConfig(**_NEOX),
     "llama": lambda: tf.LlamaConfig(**_LLAMA),
     "llama-mha": lambda: tf.LlamaConfig(**{**_LLAMA, "num_key_value_heads": 4}),
+    "llama3-rope": lambda: _rope(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+    "linear-rope": lambda: _rope(rope_type="linear"),
+    "yarn-rope": lambda: _rope(rope_type="yarn"),
+    "dynamic-rope": lambda: tf.LlamaConfig(
+        **{**_LLAMA, "max_position_embeddings": 16},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    ),
+    "longrope": lambda: tf.Phi3Config(
+        **_LLAMA, original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0],
+        },
+    ),
     "qwen2": lambda: tf.Qwen2Config(**_LLAMA),
     "qwen2-window": lambda: tf.Qwen2Config(
         **_LLAMA, use_sliding_window=True, sliding_window=4, max_window_layers=1
@@ -52,6 +80,7 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     ),
     "gemma3": lambda: tf.Gemma3TextConfig(
         **_LLAMA, head_dim=8, sliding_window=5, query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "phi": lambda: tf.PhiConfig(**_LLAMA),
     "phi3": lambda: tf.Phi3Config(**_LLAMA),
@@ -60,17 +89,33 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "mixtral": lambda: tf.MixtralConfig(
         **_LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
-    # Outside the workspace: attention elsewhere, positions in the mask, or attention sinks.
+    "qwen2-moe": lambda: tf.Qwen2MoeConfig(
+        **_LLAMA, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=2,
+    ),
+    # One attention adapter each.
     "gpt-neo": lambda: tf.GPTNeoConfig(
-        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
-        attention_types=[[["global", "local"], 1]], window_size=4, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCAB, hidden_size=32, num_layers=4, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 2]], window_size=4, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
     ),
-    "bloom": lambda: tf.BloomConfig(
-        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2,
+    "bloom": lambda: tf.BloomConfig(**_ALIBI, n_layer=3, n_head=4),
+    "bloom-6-heads": lambda: tf.BloomConfig(
+        **{**_ALIBI, "hidden_size": 48}, n_layer=2, n_head=6,
+        apply_residual_connection_post_layernorm=True,
     ),
-    "falcon": lambda: tf.FalconConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        alibi=True, new_decoder_architecture=False, bos_token_id=1, eos_token_id=2,
+    "falcon": lambda: tf.FalconConfig(**_FALCON, new_decoder_architecture=False),
+    "falcon-alibi": lambda: tf.FalconConfig(
+        **{**_FALCON, "num_attention_heads": 8}, alibi=True, multi_query=False,
+        parallel_attn=False, bias=True, new_decoder_architecture=False,
+    ),
+    "falcon-gqa": lambda: tf.FalconConfig(
+        **{**_FALCON, "num_attention_heads": 8}, new_decoder_architecture=True, num_kv_heads=2,
+    ),
+    # Outside the workspace: attention elsewhere, positions in the mask, or attention sinks.
+    "mpt": lambda: tf.MptConfig(
+        vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=64,
+        eos_token_id=2, tie_word_embeddings=False,
     ),
     "gpt-oss": lambda: tf.GptOssConfig(
         **_LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=4,
@@ -84,6 +129,30 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
         max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=2,
         dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    ),
+    # Recurrent.
+    "mamba": lambda: tf.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    ),
+    "mamba2": lambda: tf.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8,
+        head_dim=8, n_groups=2, chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "rwkv": lambda: tf.RwkvConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32,
+        intermediate_size=48, context_length=64, bos_token_id=1, eos_token_id=2,
+    ),
+    "recurrent-gemma": lambda: tf.RecurrentGemmaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, intermediate_size=96,
+        num_attention_heads=4, lru_width=32, attention_window_size=6, num_key_value_heads=1,
+    ),
+    "qwen3-next": lambda: tf.Qwen3NextConfig(
+        **{**_LLAMA, "num_hidden_layers": 4}, head_dim=8, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
     ),
 }  # fmt: skip
 

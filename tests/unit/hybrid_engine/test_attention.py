@@ -102,6 +102,8 @@ class _Config:
 def test_interface_needs_an_active_step_and_restores_the_config():
     config = _Config()
     x = _random(1, 2, 1, 4)
+    module = torch.nn.Module()
+    module.layer_idx = 0
     seen = []
 
     def fail():
@@ -114,7 +116,7 @@ def test_interface_needs_an_active_step_and_restores_the_config():
     assert seen == ["rlhf_kv_workspace"]
     assert config._attn_implementation == "sdpa"
     with pytest.raises(RuntimeError, match="outside a rollout"):
-        workspace_attention(torch.nn.Module(), x, x, x, None)
+        workspace_attention(module, x, x, x, None)
 
 
 def test_default_scale_is_the_head_size():

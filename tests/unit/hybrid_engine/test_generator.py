@@ -13,11 +13,12 @@ from rlhf_app.hybrid_engine.inference_model import InferenceModel
 SERVED = [
     "opt", "opt-350m", "gpt2", "gpt2-inverse-layer-scale", "gptj", "codegen", "gpt-neox", "llama",
     "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral-window", "gemma2", "gemma3", "phi",
-    "phi3", "olmo2", "smollm3", "mixtral",
+    "phi3", "olmo2", "smollm3", "mixtral", "gpt-neo", "bloom", "bloom-6-heads", "falcon",
+    "falcon-alibi", "falcon-gqa",
 ]  # fmt: skip
 # These took up the attention interface late; before, the fallback serves them.
 LATE = {"gptj", "codegen"} if tf.__version__ < "5.24" else set()
-UNSERVED = ["gpt-neo", "bloom", "falcon", "gpt-oss", "falcon-h1", "xglm"]
+UNSERVED = ["mpt", "gpt-oss", "falcon-h1", "xglm"]
 
 
 def _train_step(model, prompts):
@@ -89,10 +90,10 @@ def test_greedy_comparison_sees_broken_engines(
         monkeypatch.setattr(InferenceModel, "decode", lambda s, t, p, k: decode(s, t, p + 1, k))
     elif mutation == "mask":
         monkeypatch.setattr(
-            Decode, "_mask", lambda s, w, d: torch.zeros(len(s.lengths_B), 1, 1, s.longest + 1)
+            Decode, "_hidden", lambda s, w, d: torch.zeros(len(s.lengths_B), 1, 1, s.longest + 1)
         )
     elif mutation == "length":
-        mask = Decode._mask
+        mask = Decode._hidden
 
         def one_less(self, window, dtype):
             self.lengths_B = self.lengths_B - 1
@@ -100,7 +101,7 @@ def test_greedy_comparison_sees_broken_engines(
             self.lengths_B = self.lengths_B + 1
             return made
 
-        monkeypatch.setattr(Decode, "_mask", one_less)
+        monkeypatch.setattr(Decode, "_hidden", one_less)
     else:
         prefill = InferenceModel.prefill
         monkeypatch.setattr(

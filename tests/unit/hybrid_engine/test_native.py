@@ -31,7 +31,7 @@ def test_native_equals_the_engine(params, max_slots, build, prompts):
 
 
 def test_the_models_own_generation_defaults_play_no_part(build, prompts):
-    model = build("bloom")
+    model = build("mpt")
     params = SamplingParams(10, greedy=True)
     want = Generator(model).rollout(prompts, params).tokens
     config = tf.GenerationConfig(
