@@ -1,11 +1,10 @@
 """The Triton kernels behind `decode_kernel`; imported only where Triton is present.
 
-Layouts are those of `decode_kernel.decode_attention`. Reductions run in fp32.
+Layouts are those of `decode_kernel.decode_attention`. Reductions run in fp32. Only
+compile-time arguments are annotated: Triton reads annotations as such.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,15 +12,15 @@ import triton.language as tl
 
 @triton.jit
 def attend(
-    query: Any, new_key: Any, new_value: Any, keys: Any, values: Any, slots: Any, lengths: Any,
-    biases: Any, out: Any, partial: Any, extent: Any,
-    q_row: Any, q_head: Any, nk_row: Any, nk_head: Any, nv_row: Any, nv_head: Any,
-    k_slot: Any, k_head: Any, k_pos: Any, v_slot: Any, v_head: Any, v_pos: Any,
-    bias_head: Any, scale: Any, softcap: Any, window: Any,
+    query, new_key, new_value, keys, values, slots, lengths,
+    biases, out, partial, extent,
+    q_row, q_head, nk_row, nk_head, nv_row, nv_head,
+    k_slot, k_head, k_pos, v_slot, v_head, v_pos,
+    bias_head, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One row, one kv head, one part of the positions: an online softmax (Milakov 2018)."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -98,10 +97,10 @@ def attend(
 
 @triton.jit
 def combine(
-    partial: Any, extent: Any, out: Any,
+    partial, extent, out,
     HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     SPAN: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Joins the parts of one row and head; a part without positions has total 0."""
     line = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     part = tl.arange(0, SPAN)

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-import transformers as tf
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams, initialize
 
+VOCAB = 997
+FAMILIES = ["opt", "llama", "mistral-window", "gemma2", "gpt2", "bloom", "mixtral"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-VOCAB = 997
-SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2,
-}  # fmt: skip
-CONFIGS = {
-    "opt": lambda: tf.OPTConfig(**SHAPE, ffn_dim=256, word_embed_proj_dim=128, dropout=0.0),
-    "llama": lambda: tf.LlamaConfig(
-        **SHAPE, intermediate_size=256, num_key_value_heads=2, tie_word_embeddings=False
-    ),
-    "mistral-window": lambda: tf.MistralConfig(
-        **SHAPE, intermediate_size=256, num_key_value_heads=2, sliding_window=9
-    ),
-    "gemma2": lambda: tf.Gemma2Config(
-        **SHAPE, intermediate_size=256, num_key_value_heads=2, head_dim=32, sliding_window=9,
-        query_pre_attn_scalar=32,
-    ),
-}  # fmt: skip
-
-
-def _build(family: str) -> tf.PreTrainedModel:
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.normal_(0, 0.15)
-    return model.eval()
-
-
-@pytest.fixture
-def prompts() -> list[list[int]]:
-    draw = random.Random(0)
-    lengths = [1, 60, *(draw.randint(1, 60) for _ in range(30))]
-    return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
 def _native_greedy(model, prompts, new_tokens):
@@ -65,9 +28,9 @@ def _native_greedy(model, prompts, new_tokens):
 
 
 @pytest.mark.parametrize("max_slots", [None, 9])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_greedy_equals_transformers_in_fp32(family, max_slots, prompts):
-    model = _build(family).cuda()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_in_fp32(build, family, max_slots, prompts):
+    model = build(family).cuda()
     want = _native_greedy(model, prompts, 40)
     params = SamplingParams(40, greedy=True, suppress_ids=(2,))
     got = Generator(model).rollout(prompts, params, max_slots=max_slots).tokens
@@ -75,9 +38,9 @@ def test_greedy_equals_transformers_in_fp32(family, max_slots, prompts):
     assert got == want
 
 
-def test_samples_equal_the_cpus_in_fp32(prompts):
+def test_samples_equal_the_cpus_in_fp32(build, prompts):
     """Same counters, same inverse CDF: only a tie within rounding could part them."""
-    model = _build("llama")
+    model = build("llama")
     params = SamplingParams(40, seed=3, step=5, stop_ids=tuple(range(100, 130)))
     want = Generator(model).rollout(prompts, params)
     assert 0 < sum(want.stopped) < len(prompts)
@@ -90,8 +53,8 @@ def test_samples_equal_the_cpus_in_fp32(prompts):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-def test_bf16_logprobs_stay_near_the_training_forward(prompts):
-    model = _build("llama").cuda().bfloat16()
+def test_bf16_logprobs_stay_near_the_training_forward(build, prompts):
+    model = build("llama").cuda().bfloat16()
     rollout = Generator(model).rollout(prompts, SamplingParams(40, seed=1))
     gaps = []
     for prompt, tokens, logprobs in zip(prompts, rollout.tokens, rollout.logprobs, strict=True):
@@ -102,8 +65,8 @@ def test_bf16_logprobs_stay_near_the_training_forward(prompts):
     assert torch.cat(gaps).mean() < 0.05
 
 
-def test_workspace_memory_comes_back(prompts):
-    model = _build("llama").cuda()
+def test_workspace_memory_comes_back(build, prompts):
+    model = build("llama").cuda()
     generator = Generator(model, HybridEngineSettings(release_inference_cache=True))
     generator.rollout(prompts, SamplingParams(8))
     before = torch.cuda.memory_allocated()
@@ -111,8 +74,8 @@ def test_workspace_memory_comes_back(prompts):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_an_impossible_workspace_names_wanted_and_free_bytes(monkeypatch):
-    model = _build("llama").cuda()
+def test_an_impossible_workspace_names_wanted_and_free_bytes(build, monkeypatch):
+    model = build("llama").cuda()
     generator = Generator(model)
     fraction = 0.01
     torch.cuda.set_per_process_memory_fraction(fraction)
@@ -124,29 +87,9 @@ def test_an_impossible_workspace_names_wanted_and_free_bytes(monkeypatch):
     assert len(generator.rollout([[5]], SamplingParams(4)).tokens) == 1
 
 
-@pytest.fixture
-def single_process(monkeypatch, unused_port):
-    for name, value in {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(unused_port),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    # DeepSpeed's op builder cannot read an architecture such as 9.0a.
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("stage", [0, 2])
-def test_one_copy_under_deepspeed(stage, prompts, single_process):
-    model = _build("opt").cuda().bfloat16()
+def test_one_copy_under_deepspeed(build, stage, prompts, single_process):
+    model = build("opt").cuda().bfloat16()
     engine, *_ = initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),

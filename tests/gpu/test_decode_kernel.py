@@ -1,0 +1,81 @@
+"""The Triton kernel against attention written out row by row in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+
+from rlhf_app.hybrid_engine import decode_kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = [0, 5, 63, 64, 299]
+SLOTS = [3, 1, 6, 0, 2]
+
+
+def _reference(query, key, value, scale, window, softcap, biases):
+    """[H, 1, D] of one row over its own [K, L, D] keys and values."""
+    groups, length = query.shape[0] // key.shape[0], key.shape[1]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    logits = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if biases is not None:
+        logits = logits + biases[:, None, :length]
+    if window is not None:
+        logits[..., : max(0, length - window)] = -math.inf
+    return torch.softmax(logits, -1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "window", "softcap", "biased", "parts"),
+    [
+        (4, 4, 64, None, None, False, 1),
+        (8, 2, 64, None, None, False, 4),
+        (4, 1, 24, 9, None, False, 2),
+        (8, 2, 128, None, 5.0, False, 1),
+        (4, 4, 80, None, None, True, 3),
+        (2, 2, 256, 70, 3.0, True, None),
+    ],
+)
+def test_kernel(dtype, heads, kv_heads, size, window, softcap, biased, parts):
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw, device="cuda").to(dtype)
+
+    rows, slots, positions = len(LENGTHS), 7, 304
+    query = random(rows, 1, heads, size).transpose(1, 2)
+    new_key, new_value = random(rows, kv_heads, 1, size), random(rows, kv_heads, 1, size)
+    keys, values = (
+        random(slots, kv_heads, positions, size),
+        random(slots, kv_heads, positions, size),
+    )
+    biases = random(heads, positions).float() if biased else None
+    stored = keys.clone(), values.clone()
+    got = decode_kernel.decode_attention(
+        query, new_key, new_value, keys, values,
+        torch.tensor(SLOTS, device="cuda"), torch.tensor(LENGTHS, device="cuda"),
+        scale=0.2, window=window, softcap=softcap, biases_HL=biases, parts=parts,
+    )  # fmt: skip
+    for row, (slot, length) in enumerate(zip(SLOTS, LENGTHS, strict=True)):
+        stored[0][slot, :, length], stored[1][slot, :, length] = (
+            new_key[row, :, 0],
+            new_value[row, :, 0],
+        )
+        want = _reference(
+            query[row].double(), stored[0][slot, :, : length + 1].double(),
+            stored[1][slot, :, : length + 1].double(), 0.2, window, softcap, biases,
+        )  # fmt: skip
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got[row].double(), want, atol=tolerance, rtol=tolerance)
+    assert torch.equal(keys, stored[0])
+    assert torch.equal(values, stored[1])
