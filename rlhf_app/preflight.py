@@ -48,11 +48,6 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
                 "processes": num_processes,
             },
         )
-        if config.ppo.actor.zero_stage == 3 and num_processes > 1:
-            raise ConfigError(
-                "ppo.actor.zero_stage = 3: rollouts need whole weights on each of the "
-                f"{num_processes} processes; use stage 0, 1 or 2 (--actor-zero-stage 2)"
-            )
     _check_engine(config)
     if config.gold.scorer is not None:
         _check_scorer(config.gold.scorer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
-from rlhf_app.hybrid_engine.engine import Breakdown, HybridEngine, initialize
+from rlhf_app.hybrid_engine.engine import Breakdown, HybridEngine, initialize, weights_of
 from rlhf_app.hybrid_engine.generator import GenerateOutput, Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 
@@ -16,4 +16,5 @@ __all__ = [
     "RolloutTimings",
     "SamplingParams",
     "initialize",
+    "weights_of",
 ]

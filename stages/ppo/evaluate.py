@@ -107,44 +107,45 @@ def evaluate_policy(
         NonFiniteError: on every rank, when any score or log-prob is not finite.
     """
     uids = list(range(dist.rank, len(prompts), dist.world_size))
+    count = len(uids)
+    if count * dist.world_size < len(prompts):
+        # Under ZeRO-3 a forward needs every rank: a short rank answers one prompt more, unused.
+        uids.append(0)
     mine = [prompts[uid] for uid in uids]
+    params = sampling_params(models, ppo, seed=seed, step=EVALUATION_STEP)
+    rollout = sampler.rollout([p.input_ids for p in mine], params, uids=uids)
+    texts = [models.chat_format.decode(tokens) for tokens in rollout.tokens]
+    golds: list[float | None] = [None] * len(mine)
+    if gold and count:
+        golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
     per_answer: list[_Answer] = []
-    if mine:
-        params = sampling_params(models, ppo, seed=seed, step=EVALUATION_STEP)
-        rollout = sampler.rollout([p.input_ids for p in mine], params, uids=uids)
-        texts = [models.chat_format.decode(tokens) for tokens in rollout.tokens]
-        golds: Sequence[float | None] = (
-            gold([p.text for p in mine], texts) if gold else [None] * len(mine)
+    for start in range(0, len(mine), ppo.micro_batch_size):
+        rows = slice(start, start + ppo.micro_batch_size)
+        answers = lay_out(
+            [p.input_ids for p in mine[rows]], rollout.tokens[rows], device=dist.device
         )
-        for start in range(0, len(mine), ppo.micro_batch_size):
-            rows = slice(start, start + ppo.micro_batch_size)
-            answers = lay_out(
-                [p.input_ids for p in mine[rows]], rollout.tokens[rows], device=dist.device
-            )
-            logprobs = [
-                score_policy(
-                    model,
-                    answers,
-                    temperature=ppo.temperature,
-                    suppress_ids=models.suppress_ids,
-                )[0]
-                for model in (policy, models.reference)
-            ]
-            kl_B = (logprobs[0] - logprobs[1]).where(answers.action_mask_BT, 0.0).sum(dim=1)
-            scores_B = models.scorer(
-                answers, mine[rows], rollout.tokens[rows], rollout.stopped[rows]
-            )
-            per_answer += map(
-                _Answer,
-                uids[rows],
-                texts[rows],
-                rollout.tokens[rows],
-                rollout.stopped[rows],
-                scores_B.tolist(),
-                kl_B.tolist(),
-                golds[rows],
-            )
-    return _report([row for part in dist.gather_objects(per_answer) for row in part])
+        logprobs = [
+            score_policy(
+                model,
+                answers,
+                temperature=ppo.temperature,
+                suppress_ids=models.suppress_ids,
+            )[0]
+            for model in (policy, models.reference)
+        ]
+        kl_B = (logprobs[0] - logprobs[1]).where(answers.action_mask_BT, 0.0).sum(dim=1)
+        scores_B = models.scorer(answers, mine[rows], rollout.tokens[rows], rollout.stopped[rows])
+        per_answer += map(
+            _Answer,
+            uids[rows],
+            texts[rows],
+            rollout.tokens[rows],
+            rollout.stopped[rows],
+            scores_B.tolist(),
+            kl_B.tolist(),
+            golds[rows],
+        )
+    return _report([row for part in dist.gather_objects(per_answer[:count]) for row in part])
 
 
 def _report(answers: list[_Answer]) -> PolicyReport:

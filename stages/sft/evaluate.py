@@ -11,7 +11,7 @@ import torch
 
 from data_sources.examples import SequenceExample
 from rlhf_app.config.schema import HybridEngineSettings
-from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine import Generator, SamplingParams, weights_of
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
@@ -94,7 +94,8 @@ def sample_answers(
 ) -> list[dict[str, str]]:
     """Answers held-out prompts greedily with the weights in the engine.
 
-    Runs on one rank alone, hence not under ZeRO-3, where no rank has whole weights.
+    Under ZeRO-3 every rank must call, since weights are gathered from all of them; else any
+    rank may call alone.
 
     Args:
         engine: the trained engine.
@@ -110,7 +111,8 @@ def sample_answers(
     params = SamplingParams(max_new_tokens=max_new_tokens, greedy=True, stop_ids=fmt.stop_ids)
     engine.eval()
     try:
-        rollout = Generator(engine.module, hybrid).rollout(prompts, params)
+        generator = Generator(engine.module, hybrid, weights_of(engine, hybrid))
+        rollout = generator.rollout(prompts, params)
     finally:
         engine.train()
     return [

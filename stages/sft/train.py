@@ -27,6 +27,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.limits import check_vocabulary, length_limit
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
+from rlhf_app.models.lora import attach
 from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
@@ -89,7 +90,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         )
     check_vocabulary(model, (row.input_ids for row in chain(train, held_out)), path)
 
-    # 3. The engine.
+    # 3. The adapters, if it is they that train, and the engine.
+    if sft.lora.enabled:
+        attach(model, sft.lora, seed=config.seed, base=path, setting="sft.lora")
     total_steps = count_steps(len(train), sft.batch_size, sft.epochs, sft.max_steps)
     engine = engine_for(
         model,
@@ -172,7 +175,10 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     # 5. The artifact, sample answers, and last of all the result.
     save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
-    samples = _samples(config, engine, held_out, fmt) if dist.is_main else []
+    # Whole weights on each rank need only one of them to sample; shards need all.
+    samples = []
+    if dist.is_main or engine.zero_optimization_stage() == 3:
+        samples = _samples(config, engine, held_out, fmt)
     dist.barrier()
     if dist.is_main:
         atomic_write_json(
@@ -192,9 +198,6 @@ def _samples(
     config: RunConfig, engine: Any, held_out: list[SequenceExample], fmt: ChatFormat
 ) -> list[dict[str, str]]:
     """Answers to a few held-out prompts, or none with the reason in the log."""
-    if config.sft.zero_stage == 3:
-        log.info("no sample answers: under ZeRO-3 no rank has whole weights to generate with")
-        return []
     tokens = config.sft.sample_tokens
     room = model_max_length(engine.module.config) - tokens
     fitting = [row for row in held_out if 0 < row.response_start <= room]

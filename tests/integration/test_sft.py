@@ -101,7 +101,8 @@ def test_every_layout_trains_the_same_model(
     assert first["grad_norm"] == pytest.approx(one["metrics"][1]["grad_norm"], rel=1e-4)
     assert many["result"]["steps"] == one["result"]["steps"]
     assert tf.AutoModelForCausalLM.from_pretrained(many["model"]).lm_head.weight.abs().sum() > 0
-    assert bool(many["result"]["samples"]) is (zero_stage != 3)
+    # Greedy answers of equal weights, whichever ranks hold them.
+    assert many["result"]["samples"] == one["result"]["samples"] != []
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -44,6 +44,9 @@ def test_engine_on_deepspeed(ranks, tmp_path):
 class _Inner:
     """Stands where DeepSpeed's engine stands."""
 
+    module_forward_pre_hook = None
+    module_forward_post_hook = None
+
     def __init__(self, module):
         self.module = module
         self.world_size = 1
@@ -91,6 +94,10 @@ def test_breakdown_books_each_second_once(build, monkeypatch):
 
     def rollout(*_):
         clock.now += 5.0
+        engine.weights.gather_seconds += 1.5
+        engine.generator.samples += 4
+        engine.generator.tokens += 30
+        engine.generator.form = "eager (CPU)"
 
     monkeypatch.setattr(engine.generator, "rollout", rollout)
     clock.now += 100.0  # set-up
@@ -102,11 +109,14 @@ def test_breakdown_books_each_second_once(build, monkeypatch):
     clock.now += 3.0
     engine.train()
     engine.eval()
-    assert engine.breakdown == Breakdown(total=10.0, generate=5.0, training=3.0)
+    assert engine.breakdown == Breakdown(
+        total=10.0, gather=1.5, generate=3.5, training=3.0, samples=4, tokens=30,
+        form="eager (CPU)",
+    )  # fmt: skip
     assert engine.breakdown.others == 2.0
     assert str(engine.breakdown) == (
-        "E2E latency=10.00s | Gather latency=0.00s | Generate time=5.00s | "
-        "Training time=3.00s | Others=2.00s"
+        "E2E latency=10.00s | Gather latency=1.50s | Generate time=3.50s | "
+        "Training time=3.00s | Others=2.00s | 0.40 samples/s | 6.0 tokens/s | eager (CPU)"
     )
 
 

@@ -25,7 +25,10 @@ def engine():
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    return SimpleNamespace(module=model, eval=model.eval, train=model.train)
+    return SimpleNamespace(
+        module=model, eval=model.eval, train=model.train, zero_optimization_stage=lambda: 0,
+        module_forward_pre_hook=None, module_forward_post_hook=None,
+    )  # fmt: skip
 
 
 def samples(engine, **hybrid):
