@@ -20,6 +20,7 @@ from rlhf_app.hybrid_engine.decode_step import DecodeStep
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
+from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 from rlhf_app.hybrid_engine.weights import Weights
@@ -159,6 +160,15 @@ class Generator:
         if self._capability is None:
             self._capability = probe(self._model)
         return self._capability
+
+    @property
+    def lora_rollout(self) -> RolloutMode:
+        """How LoRA adapters run in rollouts, `unfused` or `fused`: see `hybrid_engine.lora`."""
+        return self._model.lora_rollout
+
+    @lora_rollout.setter
+    def lora_rollout(self, mode: RolloutMode) -> None:
+        self._model.lora_rollout = mode
 
     @property
     def workspace_bytes(self) -> int:

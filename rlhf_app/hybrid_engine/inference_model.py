@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlhf_app.hybrid_engine import adapters, attention
+from rlhf_app.hybrid_engine import adapters, attention, lora
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 
 
@@ -24,12 +24,18 @@ class InferenceModel:
     """Forwards of a Hugging Face causal LM for prompts and for single tokens.
 
     Args:
-        model: the module that is trained; its parameters are used where they are.
+        model: the module that is trained, or peft's wrapper around it; its parameters are used
+            where they are.
         weights: how they become usable; unset: they are.
+
+    Attributes:
+        lora_rollout: how LoRA adapters run in a session; see `hybrid_engine.lora`.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Weights | None = None) -> None:
+        model = lora.without_wrapper(model)
         self.model = model
+        self.lora_rollout: lora.RolloutMode = "unfused"
         self.weights: Weights = weights if weights is not None else ResidentWeights()
         self.configs = _distinct_configs(model)
         self.text_config = model.config.get_text_config(decoder=True)
@@ -78,6 +84,7 @@ class InferenceModel:
             self.evaluation(),
             attention.installed(self.configs, name),
             adapters.installed(self.model),
+            lora.rollout_forward(self.model, self.lora_rollout),
             _quiet(self.model),
         ):
             yield
@@ -137,7 +144,8 @@ class InferenceModel:
         """What a captured forward depends on besides its inputs: equal means that a replay
         reads the weights where they are now."""
         parameters = tuple(p.data_ptr() for p in self.model.parameters())
-        return parameters, tuple(b.data_ptr() for b in self.model.buffers())
+        buffers = tuple(b.data_ptr() for b in self.model.buffers())
+        return parameters, buffers, lora.rollout_state(self.model)
 
     @property
     def takes_positions(self) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.load import load_config, load_pretrained, prepare_for_training
+from rlhf_app.models.lora import ADAPTER, has_adapters, merge_state, save_adapter
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.files import atomic_directory, atomic_write_json
 from rlhf_app.training.saving import gather_state_dict, unwrap
@@ -74,9 +75,15 @@ class ScalarHeadModel(nn.Module):
         Returns:
             values_BT: fp32 (B, T).
         """
+        return self.apply_head(self.head, input_ids, position_ids)
+
+    def apply_head(
+        self, head: ScalarHead, input_ids: torch.Tensor, position_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`forward` with a head of the caller's choice, fp32 (B, T)."""
         positions = {} if position_ids is None else {"position_ids": position_ids}
         hidden = self.backbone(input_ids=input_ids, use_cache=False, **positions)
-        values_BT1: torch.Tensor = self.head(hidden.last_hidden_state)
+        values_BT1: torch.Tensor = head(hidden.last_hidden_state)
         return values_BT1.squeeze(-1)
 
 
@@ -236,6 +243,9 @@ def save_scalar_model(
 ) -> None:
     """Writes the model, its tokenizer and `reward_config.json`.
 
+    LoRA adapters are merged into the trunk that is written, not into the model; alone, with
+    the head's weights, they are written to `adapter/` in the directory.
+
     The main process writes; every rank must call, and returns when the artifact is there.
 
     Args:
@@ -253,14 +263,25 @@ def save_scalar_model(
         prefix = model.backbone.base_model_prefix
         names = {"backbone": prefix, "head": "score"}
         renamed = {}
-        for name, tensor in state.items():
+        for name, tensor in merge_state(model, state).items():
             part, _, rest = name.partition(".")
-            renamed[f"{names[part]}.{rest}"] = tensor
+            if part in names:
+                renamed[f"{names[part]}.{rest}"] = tensor
         with atomic_directory(directory) as temporary:
             save_torch_state_dict(renamed, temporary)
             _classifier_config(model.backbone, tokenizer).save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             atomic_write_json(temporary / REWARD_FILE, asdict(facts))
+            if has_adapters(model):
+                trunk = {k.removeprefix("backbone."): v for k, v in state.items()}
+                save_adapter(
+                    model.backbone,
+                    trunk,
+                    temporary / ADAPTER,
+                    prefix=f"{prefix}.",
+                    task_type="SEQ_CLS",
+                    modules_to_save={"score.weight": renamed["score.weight"]},
+                )
     dist.barrier()
 
 

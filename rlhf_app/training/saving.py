@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_app.models.lora import ADAPTER, has_adapters, merge_state, save_adapter
 from rlhf_app.training.deepspeed_module import load_deepspeed
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.files import atomic_directory
@@ -69,6 +70,9 @@ def save_causal_lm(
 ) -> None:
     """Writes a causal LM with its tokenizer, chat template and generation config.
 
+    LoRA adapters are merged into the weights that are written, not into the model; alone they
+    are written to `adapter/` in the directory.
+
     The main process writes; every rank must call, and returns when the artifact is there.
 
     Args:
@@ -86,8 +90,10 @@ def save_causal_lm(
             # Training turned the cache off; a loaded artifact should generate with it.
             model.config.use_cache = True
             _fit_generation_config(model, tokenizer, stop_ids)
-            model.save_pretrained(temporary, state_dict=state)
+            model.save_pretrained(temporary, state_dict=merge_state(model, state))
             model.config.use_cache = False
+            if has_adapters(model):
+                save_adapter(model, state, temporary / ADAPTER)
             tokenizer.save_pretrained(temporary)
     dist.barrier()
 

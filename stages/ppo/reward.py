@@ -16,6 +16,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat, UnsupportedTurns
 from rlhf_app.models.load import model_max_length
 from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
+from rlhf_app.models.shared_base import RewardView
 from stages.ppo.experience import Answers, lay_out
 from stages.ppo.rewards import penalise_missing_eos
 
@@ -25,7 +26,8 @@ class RewardScorer:
     """Scores answers with a frozen reward model.
 
     Attributes:
-        model: the reward model in eval mode, on the training device.
+        model: the reward model, on the training device, with dropout 0; or a view of it inside
+            the critic's engine.
         stats: mean and std of held-out scores, stored with the model.
         settings: clip and missing-EOS rule.
         actor_format: decodes the actor's ids.
@@ -34,7 +36,7 @@ class RewardScorer:
             they are, since decode-and-encode does not give the same ids back.
     """
 
-    model: ScalarHeadModel
+    model: ScalarHeadModel | RewardView
     stats: ScoreStats
     settings: PPOConfig
     actor_format: ChatFormat

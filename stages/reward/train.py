@@ -28,6 +28,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.limits import check_vocabulary, length_limit
 from rlhf_app.models.load import generation_eos_ids, model_max_length, resolve_dtype
+from rlhf_app.models.lora import attach
 from rlhf_app.models.scalar_head import (
     RewardFacts,
     ScoreStats,
@@ -99,7 +100,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         )
     check_vocabulary(model.backbone, token_rows(chain(train, held_out)), path)
 
-    # 3. The engine.
+    # 3. The adapters, if it is they and the head that train, and the engine.
+    if settings.lora.enabled:
+        attach(model.backbone, settings.lora, seed=config.seed, base=path, setting="reward.lora")
     total_steps = count_steps(len(train), settings.batch_size, settings.epochs, settings.max_steps)
     engine = engine_for(
         model,
