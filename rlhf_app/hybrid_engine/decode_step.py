@@ -187,6 +187,8 @@ class DecodeStep:
             return "no CUDA device"
         if not self._use_graphs:
             return "enable_cuda_graph is false"
+        if self._state.agree is not None:
+            return "ranks exchange their parts of every step"
         if weights.lockstep:
             return "weights are gathered in every step"
         if not weights.settled and params.max_new_tokens < RECAPTURE_PAYS_TOKENS:
@@ -210,7 +212,9 @@ class DecodeStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._model.device)
+        device = self._model.device
+        torch.cuda.synchronize(device)
+        random_state = torch.cuda.get_rng_state(device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = run()
@@ -221,6 +225,16 @@ class DecodeStep:
             self.drop_graphs()
             kind = self._model.model.config.model_type
             logger.warning("model type %r decodes without CUDA graphs: %s", kind, self._cannot)
-            torch.cuda.synchronize(self._model.device)
+            torch.cuda.synchronize(device)
+            _renew_generator(device, random_state)
             return None
         return _Graph(graph, kept)
+
+
+def _renew_generator(device: torch.device, state: torch.Tensor) -> None:
+    """Free torch's generator from a capture that failed: it would refuse to draw ever after."""
+    fresh = torch.Generator(device)
+    fresh.set_state(state)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    default = torch.cuda.default_generators[index]
+    default.graphsafe_set_state(fresh.graphsafe_get_state())

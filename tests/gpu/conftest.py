@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as tf
 
+from rlhf_app.training.distributed import close
+
 VOCAB = 997
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -77,3 +79,5 @@ def single_process(monkeypatch):
         monkeypatch.setenv(name, value)
     # DeepSpeed's op builder cannot read an architecture such as 9.0a.
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    yield
+    close()

@@ -66,7 +66,7 @@ def test_a_weight_that_moved_is_never_read_at_its_old_address(build, prompts, na
     first = generator.rollout(prompts, GREEDY).tokens
     weight = model.get_parameter(name)
     old = weight.data
-    weight.data = old * 1.5 + 0.1
+    weight.data = old * torch.rand_like(old)
     old.fill_(torch.nan)
     second = generator.rollout(prompts, GREEDY).tokens
     assert second != first
@@ -106,6 +106,10 @@ def test_a_step_that_waits_for_the_host_runs_eagerly_with_one_warning(build, pro
             rollout = generator.rollout(prompts, GREEDY)
             assert rollout.tokens == want
             assert "cannot be captured" in rollout.timings.form
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
     assert len([r for r in caplog.records if "without CUDA graphs" in r.getMessage()]) == 1
 
 
