@@ -10,16 +10,17 @@ So a few tokens are then decoded and their logits compared with those of the tra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_app.hybrid_engine import adapters
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine import adapters, mask_window
 from rlhf_app.hybrid_engine.attention import AttentionCall, Decode, Prefill, workspace_attention
+from rlhf_app.hybrid_engine.host_reads import HostReads
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
+from rlhf_app.hybrid_engine.positions import batch_dependent_from, most_positions
 
 _PROBE = "rlhf_kv_workspace_probe"
 
@@ -30,8 +31,6 @@ _HARMLESS = frozenset(
         "output_hidden_states", "return_dict", "position_embeddings",
     }
 )  # fmt: skip
-# RoPE whose table depends on the longest row of the batch: cached keys would turn stale.
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _ATTENTION_KINDS = frozenset({"attention", "full_attention", "sliding_attention"})
 # Tokens of the numeric check, the last two of them decoded one by one.
 _CHECK_TOKENS = 8
@@ -47,6 +46,23 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one attention layer asked for.
+
+    Attributes:
+        query_heads: more than the kv heads under GQA.
+        window: keys a query sees, itself included; None is all.
+        softcap: of the logits, or None.
+        biased: positions come as a bias (ALiBi).
+    """
+
+    query_heads: int
+    window: int | None
+    softcap: float | None
+    biased: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Capability:
     """What the probe found.
 
@@ -55,12 +71,20 @@ class Capability:
         missing: the missing capability in words, or None when everything is there.
         max_positions: most tokens of a row that the model takes, or None when unlimited.
         engine_positions: beyond this a row needs native generate, or None when unlimited.
+        attention: what each attention layer asked for; empty when unsupported.
+        adapted: the layers are served by an attention adapter, not through transformers'
+            attention interface.
+        host_read: first operation of a decode step that makes the host wait for the device,
+            which no CUDA graph can hold; None when there is none.
     """
 
     layers: tuple[LayerShape, ...] = ()
     missing: str | None = None
     max_positions: int | None = None
     engine_positions: int | None = None
+    attention: tuple[LayerAttention, ...] = ()
+    adapted: bool = False
+    host_read: str | None = None
 
 
 def probe(model: InferenceModel) -> Capability:
@@ -72,12 +96,20 @@ def probe(model: InferenceModel) -> Capability:
     Returns:
         Shapes to size a workspace with, or what is missing.
     """
-    limit: int | None = getattr(model.text_config, "max_position_embeddings", None)
+    limit = most_positions(model.text_config)
     try:
         with model.weights.available():  # a partitioned weight has no shape
-            layers = _probe(model)
-            _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
-        return Capability(layers, None, limit, _engine_positions(model))
+            recorder = _probe(model)
+            layers = tuple(recorder.shapes[layer] for layer in sorted(recorder.shapes))
+            reads = _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
+        return Capability(
+            layers,
+            max_positions=limit,
+            engine_positions=batch_dependent_from(model.text_config),
+            attention=tuple(recorder.found[layer] for layer in sorted(recorder.found)),
+            adapted=adapters.needed(model.model),
+            host_read=reads.first,
+        )
     except Unsupported as error:
         return Capability((), str(error), limit)
     except Exception as error:  # whatever a model of an unknown family raises
@@ -89,15 +121,42 @@ def probe(model: InferenceModel) -> Capability:
         )
 
 
-def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
+def require_decoder_only(model: InferenceModel) -> None:
+    """Refuse a model whose answers do not continue its prompts.
+
+    Args:
+        model: the model asked to roll out.
+
+    Raises:
+        ConfigError: it has an encoder.
+    """
+    if model.model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"rollout: model type {model.model.config.model_type!r} is an encoder-decoder, whose "
+            "answers do not continue its prompts: give a decoder-only model"
+        )
+
+
+def keeps_state(model: InferenceModel) -> bool:
+    """Whether rows carry a state from token to token outside the attention's keys and values.
+
+    Args:
+        model: any causal LM.
+    """
+    kinds = getattr(model.text_config, "layer_types", None) or ["unknown"]
+    return getattr(model.model, "_is_stateful", False) and bool(set(kinds) - _ATTENTION_KINDS)
+
+
+def _probe(model: InferenceModel) -> _Recorder:
+    if model.model.config.is_encoder_decoder:
+        raise Unsupported("a decoder without an encoder")
     if model.model.get_output_embeddings() is None:
         raise Unsupported("an output embedding that get_output_embeddings() returns")
+    if keeps_state(model):
+        # The numeric check may miss it in a fresh model, where the state weighs little.
+        raise Unsupported("a state of attention keys and values alone")
     if not model.takes_positions and not adapters.needed(model.model):
         raise Unsupported("a forward that takes position_ids")
-    kinds = getattr(model.text_config, "layer_types", None) or ["unknown"]
-    if getattr(model.model, "_is_stateful", False) and set(kinds) - _ATTENTION_KINDS:
-        # The numeric check may miss it in a fresh model, where the state weighs little.
-        raise Unsupported("a state that lives in the attention alone")
     recorder = _Recorder()
     ids = torch.tensor([[0, 1]], device=model.device)
     with model.session(_PROBE):
@@ -108,15 +167,16 @@ def _probe(model: InferenceModel) -> tuple[LayerShape, ...]:
             f"attention through transformers' attention interface in every layer "
             f"({len(recorder.shapes)} of {expected} layers called it)"
         )
-    if not model.takes_positions and not recorder.biased:
+    if not model.takes_positions and not all(found.biased for found in recorder.found.values()):
         raise Unsupported("a forward that takes position_ids, or positions in the attention alone")
-    return tuple(recorder.shapes[layer] for layer in range(expected))
+    return recorder
 
 
-def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length: int) -> None:
+def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length: int) -> HostReads:
     """Compare prefill and decode with the training forward, on two rows of unlike lengths."""
+    reads = HostReads()
     if length < 4:
-        return
+        return reads
     vocabulary = model.model.get_input_embeddings().weight.shape[0]
     ids = [[(5 + 7 * i + 3 * row) % vocabulary for i in range(length)] for row in range(2)]
     ids_BP = torch.tensor(ids, device=model.device)
@@ -134,11 +194,12 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
         for step in range(2):
             at_B = lengths_B + step
             decode = Decode(workspace, at_B, length - 2 + step, equal=False)
-            got.append(model.decode(ids_BP[rows, at_B], at_B, decode))
+            with reads:
+                got.append(model.decode(ids_BP[rows, at_B], at_B, decode))
     want = torch.stack([trained[rows, lengths_B - 1 + step] for step in range(3)]).float()
     have = torch.stack(got).float()
     if not want.isfinite().all():  # broken weights: nothing to compare with
-        return
+        return reads
     scale = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
     gap = (have - want).norm(dim=-1)
     tolerance = max(
@@ -150,6 +211,7 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
             f"decoded logits equal to the training forward's (they differ by {worst:.2g} of "
             "their size: part of the state may live outside the attention)"
         )
+    return reads
 
 
 @dataclass(slots=True)
@@ -157,7 +219,7 @@ class _Recorder:
     """A step that notes every call and refuses what it could not honour."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
-    biased: bool = True  # every call so far brought its positions as a bias
+    found: dict[int, LayerAttention] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Note one call; the output's values do not matter, its shape does."""
@@ -170,11 +232,15 @@ class _Recorder:
             raise Unsupported("keys for the new tokens only")
         if call.query.shape[1] % call.key.shape[1]:
             raise Unsupported("query heads that are a multiple of the key heads")
-        # A mask made by `_mask_window` is the window it stands for; 0 is no window.
-        window = None if call.mask is None or not call.mask.item() else int(call.mask.item())
-        if window != call.window and call.mask is not None:
-            raise Unsupported(f"a mask of window {window} with sliding_window={call.window}")
-        self.biased = self.biased and call.alibi is not None
+        if call.mask is not None:
+            window = mask_window.read(call.mask)
+            if window is mask_window.OTHER:
+                raise Unsupported("a causal attention mask that depends on positions alone")
+            if window != call.window:
+                raise Unsupported(f"a mask of window {window} with sliding_window={call.window}")
+        self.found[call.layer] = LayerAttention(
+            call.query.shape[1], call.window, call.softcap, call.alibi is not None
+        )
         self.shapes[call.layer] = LayerShape(
             call.key.shape[1], call.key.shape[3], call.value.shape[3]
         )
@@ -186,44 +252,5 @@ def _is_absent(value: object) -> bool:
     return value is None or (isinstance(value, bool | int | float) and not value)
 
 
-def _mask_window(*_: Any, mask_function: Any, **__: Any) -> torch.Tensor:
-    """transformers' mask interface: the sliding window that a mask function stands for.
-
-    Returns:
-        int64 scalar: keys that a far query sees, itself included; 0 when it sees all.
-
-    Raises:
-        Unsupported: the function is no causal band.
-    """
-    far = 1 << 40
-
-    def sees(distance: int) -> bool:
-        zero = torch.tensor(0)
-        query, key = torch.tensor(far), torch.tensor(far - distance)
-        return bool(mask_function(zero, zero, query, key))
-
-    try:
-        if sees(-1) or not sees(0):
-            raise Unsupported("a causal attention mask")
-        low, high = 0, 1 << 32
-        if sees(high):
-            return torch.tensor(0)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if sees(middle) else (low, middle)
-    except (IndexError, TypeError, RuntimeError) as error:
-        raise Unsupported(f"an attention mask of positions only ({error})") from error
-    return torch.tensor(high)
-
-
-def _engine_positions(model: InferenceModel) -> int | None:
-    """Where a RoPE table starts to depend on the longest row of the batch, if it does."""
-    rope = getattr(model.text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _BATCH_DEPENDENT_ROPE:
-        return None
-    limit: int | None = rope.get("original_max_position_embeddings")
-    return limit if limit is not None else model.text_config.max_position_embeddings
-
-
 ALL_ATTENTION_FUNCTIONS.register(_PROBE, workspace_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_PROBE, _mask_window)
+mask_window.register(_PROBE)

@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
-from rlhf_app.hybrid_engine.capability import Capability, probe
+from rlhf_app.hybrid_engine.capability import Capability, probe, require_decoder_only
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
 from rlhf_app.hybrid_engine.decode_state import DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
@@ -223,6 +223,7 @@ class Generator:
         uids: Sequence[int],
         max_slots: int | None,
     ) -> None:
+        require_decoder_only(self._model)
         if not prompts:
             raise ConfigError("rollout: no prompts were given")
         if len(uids) != len(prompts):

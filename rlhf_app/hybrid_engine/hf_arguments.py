@@ -29,6 +29,14 @@ _SUPPORTED = frozenset(
 _SAMPLING_ONLY = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
+# Zero switches these off; of any other number, zero is a value (a forced token 0, a time limit).
+_ZERO_IS_OFF = frozenset(
+    {
+        "min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+        "epsilon_cutoff", "eta_cutoff", "diversity_penalty", "min_p",
+    }
+)  # fmt: skip
+_LISTS = frozenset({"logits_processor", "stopping_criteria"})
 
 
 @dataclass(slots=True)
@@ -76,8 +84,14 @@ def read_request(
         config.max_length = None
     request = Request(return_dict=bool(config.return_dict_in_generate))
     request.reasons = _unsupported(config, extras)
+    if model.config.is_encoder_decoder:
+        request.reasons = [f"model type {model.config.model_type!r} (an encoder-decoder)"]
     if input_ids is None or input_ids.dim() != 2:
         request.reasons.append("a call without 2-D input_ids")
+        return request
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        request.reasons.append("an attention_mask of another shape than input_ids")
+    if request.reasons:
         return request
     stop_ids = _as_tuple(config.eos_token_id)
     mask = _mask(input_ids, attention_mask, config.pad_token_id, stop_ids)
@@ -102,12 +116,14 @@ def _unsupported(config: GenerationConfig, extras: dict[str, Any]) -> list[str]:
     for name, value in vars(config).items():
         if name.startswith("_") or name in ignored or value == defaults.get(name):
             continue
-        # An unset switch, or a number that switches its feature off.
-        if value or (name == "use_cache" and value is False):
+        off = value is None or (value is False and name != "use_cache")
+        if not off and not (name in _ZERO_IS_OFF and value == 0):
             reasons.append(name)
+    if not config.do_sample and config.num_return_sequences != 1:
+        reasons.append("num_return_sequences without do_sample")
     for name, value in extras.items():
-        # Objects such as empty processor lists are falsy; tensors have no truth value.
-        if value is not None and (isinstance(value, torch.Tensor) or value):
+        off = value is None or value is False or (name in _LISTS and not len(value))
+        if not off:
             reasons.append(name)
     return sorted(reasons)
 

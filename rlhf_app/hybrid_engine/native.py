@@ -16,8 +16,10 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from rlhf_app.hybrid_engine.capability import keeps_state
 from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
+from rlhf_app.hybrid_engine.positions import batch_dependent_from
 from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
 
 
@@ -28,8 +30,8 @@ def native_rollout(
     params: SamplingParams,
     slots: int,
 ) -> Rollout:
-    """Answer every prompt, `slots` at a time: left-padded, or where the model cannot be told
-    positions, in batches of one length.
+    """Answer every prompt, `slots` at a time: left-padded, or where padding would change a
+    row's answer, in batches of one length.
 
     Args:
         model: the model; its mode is restored.
@@ -46,7 +48,7 @@ def native_rollout(
     logprobs: list[torch.Tensor] = [torch.empty(0) for _ in prompts]
     steps = row_steps = 0
     with model.evaluation(whole=True), _plain_generation_config(model.model):
-        for batch in _batches(prompts, slots, ragged=model.takes_positions):
+        for batch in _batches(prompts, slots, ragged=_takes_padding(model)):
             keys = request_keys(params.seed, params.step, [uids[i] for i in batch])
             drawn_BT, drawn_logprobs_BT = _generate(
                 model, [prompts[i] for i in batch], keys, params
@@ -75,8 +77,19 @@ def native_rollout(
     )
 
 
+def _takes_padding(model: InferenceModel) -> bool:
+    """Whether a left-padded row is answered as it is alone."""
+    # Padding counts as positions where none are taken, runs through a recurrent state, or
+    # decides when a table of positions changes.
+    return (
+        model.takes_positions
+        and not keeps_state(model)
+        and batch_dependent_from(model.text_config) is None
+    )
+
+
 def _batches(prompts: Sequence[Sequence[int]], slots: int, ragged: bool) -> Iterator[list[int]]:
-    """Indices of each batch. Not `ragged`: a model without position_ids may count padding."""
+    """Indices of each batch; not `ragged`: of one length each."""
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(0 if ragged else len(prompt), []).append(index)
@@ -97,6 +110,10 @@ def _generate(
     ids = [[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
     mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
     processor = _CounterSampler(params, keys_B.to(model.device))
+    if keeps_state(model):
+        # RecurrentGemma keeps its state in the module, and takes a prompt of one token for the
+        # next step of the last call's rows; a forward without a cache clears it.
+        model.model(torch.tensor([prompts[0][:1]], device=model.device), use_cache=False)
     sequences = model.model.generate(
         torch.tensor(ids, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),

@@ -92,7 +92,9 @@ def test_writing_past_the_workspace_is_an_index_error(workspace):
         Decode(workspace, torch.tensor([12]), 12, True)
     query, key = _random(3, HEADS, 6, SIZE), _random(3, KV_HEADS, 6, SIZE)
     with pytest.raises(IndexError, match="4 rows"):
-        Prefill(workspace, slice(1, 4)).attend(AttentionCall(0, query, key, key, None, 1.0, None, None, {}))
+        Prefill(workspace, slice(1, 4)).attend(
+            AttentionCall(0, query, key, key, None, 1.0, None, None, {})
+        )
 
 
 class _Config:

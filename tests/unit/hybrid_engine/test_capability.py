@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rlhf_app.hybrid_engine import capability
+from rlhf_app.hybrid_engine import capability, mask_window
 from rlhf_app.hybrid_engine.capability import probe
+from rlhf_app.hybrid_engine.host_reads import HostReads
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import LayerShape
+from rlhf_app.hybrid_engine.positions import batch_dependent_from, most_positions
 
 
 def _probe(model):
@@ -22,7 +26,7 @@ def test_layer_shapes_come_from_the_calls(build):
     [
         ("mpt", "position_ids"),
         ("gpt-oss", "attention argument 's_aux'"),
-        ("falcon-h1", "a state that lives in the attention alone"),
+        ("falcon-h1", "a state of attention keys and values alone"),
         ("xglm", "a forward that runs over the workspace .ValueError: Attention mask"),
     ],
 )
@@ -51,21 +55,28 @@ def test_a_shared_layer_is_noticed(build):
 @pytest.mark.parametrize(
     ("function", "window"),
     [
-        (lambda b, h, q, k: k <= q, 0),
+        (lambda b, h, q, k: k <= q, None),
         (lambda b, h, q, k: (k <= q) & (k > q - 1), 1),
         (lambda b, h, q, k: (k <= q) & (k > q - 4097), 4097),
+        (lambda b, h, q, k: k <= q + 1, mask_window.OTHER),
+        (lambda b, h, q, k: k < q, mask_window.OTHER),
+        (lambda b, h, q, k: torch.zeros(4)[q] == torch.zeros(4)[k], mask_window.OTHER),
     ],
 )
 def test_masks_are_read_as_windows(function, window):
-    assert capability._mask_window(mask_function=function).item() == window
+    assert mask_window.read(mask_window.encode(mask_function=function)) == window
 
 
-def test_other_masks_are_refused():
-    with pytest.raises(capability.Unsupported, match="causal"):
-        capability._mask_window(mask_function=lambda b, h, q, k: k <= q + 1)
-    table = torch.zeros(4)
-    with pytest.raises(capability.Unsupported, match="positions only"):
-        capability._mask_window(mask_function=lambda b, h, q, k: table[q] == table[k])
+def test_other_masks_are_refused_where_a_layer_uses_them(build, monkeypatch):
+    other = torch.tensor(mask_window.OTHER.value)
+    monkeypatch.setattr(mask_window, "encode", lambda **_: other)
+    mask_window.register(capability._PROBE)
+    try:
+        assert "a causal attention mask that depends on positions" in _probe(build("llama")).missing
+    finally:
+        monkeypatch.undo()
+        mask_window.register(capability._PROBE)
+    assert _probe(build("llama")).missing is None
 
 
 def test_a_window_in_the_mask_alone_is_refused(build, monkeypatch):
@@ -87,13 +98,60 @@ def test_a_window_in_the_mask_alone_is_refused(build, monkeypatch):
     assert seen
 
 
-def test_rope_that_depends_on_the_batch_bounds_the_engine(build):
-    model = build("llama")
-    assert _probe(model).engine_positions is None
-    model.config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
-    }  # fmt: skip
-    assert _probe(model).engine_positions == 32
+@pytest.mark.parametrize(
+    ("family", "most", "native_beyond"),
+    [
+        ("llama", 64, None),
+        ("llama3-rope", 64, None),
+        ("longrope", 64, 16),
+        ("dynamic-rope", None, 16),
+        ("gemma3", 64, None),
+        ("bloom", None, None),
+        ("mpt", 64, None),
+    ],
+)
+def test_positions_have_limits(family, most, native_beyond, build):
+    found = _probe(build(family))
+    assert found.max_positions == most
+    assert found.engine_positions == (native_beyond if found.missing is None else None)
+
+
+def test_a_rope_per_kind_of_layer_is_looked_into():
+    config = SimpleNamespace(
+        max_position_embeddings=128,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+        },
+    )
+    assert batch_dependent_from(config) == 128
+    assert most_positions(config) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "read"),
+    [("llama", None), ("mixtral", None), ("dynamic-rope", "_local_scalar_dense")],
+)
+def test_reads_on_the_host_are_noticed(family, read, build):
+    assert _probe(build(family)).host_read == read
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (lambda x: x.max().item(), "_local_scalar_dense"),
+        (lambda x: bool(x.sum() > 0), "_local_scalar_dense"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x.unique(), "_unique2"),
+        (lambda x: x[torch.tensor([0, 1])] + x.argmax(), None),
+        (lambda x: torch.where(x > 0, x, 0.0).scatter(0, torch.tensor([1]), 1.0), None),
+    ],
+)
+def test_which_operations_read(operation, name):
+    with HostReads() as reads:
+        operation(torch.tensor([1.0, -2.0, 3.0]))
+    assert reads.first == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
