@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 
@@ -84,3 +86,42 @@ def test_two_failures_are_an_error_with_the_bytes_wanted(monkeypatch):
     with pytest.raises(RuntimeError, match="3 rows of 5 tokens needs 2760 bytes, free on cpu"):
         workspace.borrow(3, 5)
     assert workspace.nbytes == 0
+
+
+_LAYERS = st.lists(
+    st.builds(LayerShape, st.integers(1, 4), st.integers(1, 9), st.integers(1, 9)),
+    min_size=1, max_size=5,
+)  # fmt: skip
+_SIZES = st.tuples(st.integers(1, 6), st.integers(1, 12))
+_STEPS = st.lists(st.one_of(_SIZES, st.just("release")), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(_LAYERS, st.sampled_from([torch.float32, torch.bfloat16]), _STEPS)
+def test_accounting_is_exact(layers, dtype, steps):
+    """Bytes said are bytes held, whatever was borrowed and given back before."""
+    workspace = KVWorkspace(layers, dtype, CPU)
+    slots = positions = 0
+    for step in steps:
+        if step == "release":
+            workspace.release()
+            slots = positions = 0
+        else:
+            addresses, fits = workspace.addresses, step[0] <= slots and step[1] <= positions
+            promised = workspace.bytes_for(max(slots, step[0]), max(positions, step[1]))
+            workspace.borrow(*step)
+            slots, positions = max(slots, step[0]), max(positions, step[1])
+            assert workspace.nbytes == promised
+            assert not fits or workspace.addresses == addresses
+        assert (workspace.slots, workspace.positions) == (slots, positions)
+        tensors = [*workspace.keys, *workspace.values]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        assert sum(storages.values()) == workspace.nbytes
+        per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in layers)
+        assert workspace.nbytes == per_token * slots * positions * dtype.itemsize
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(index)  # layers overlap nowhere
+        assert all(bool((t == i).all()) for i, t in enumerate(tensors))
+        for far in ((slots + 1, positions), (slots, positions + 1)):
+            with pytest.raises(IndexError):
+                workspace.check(*far)
