@@ -48,19 +48,19 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
                 "processes": num_processes,
             },
         )
-    _check_engine(config)
+    _check_engine(config, num_processes)
     if config.gold.scorer is not None:
         _check_scorer(config.gold.scorer)
 
 
-def _check_engine(config: RunConfig) -> None:
+def _check_engine(config: RunConfig, num_processes: int) -> None:
     """What the rollout engine would refuse after two stages of training."""
     # Samples and evaluations use it in any case, so `enabled` does not matter here.
     engine = config.hybrid_engine
-    if engine.inference_tp_size != 1:
+    if "ppo" in config.stages and engine.enabled and num_processes % engine.inference_tp_size:
         raise ConfigError(
-            f"hybrid_engine.inference_tp_size = {engine.inference_tp_size}: rollouts run on whole "
-            "models; set it to 1"
+            f"hybrid_engine.inference_tp_size = {engine.inference_tp_size} must divide the number "
+            f"of processes ({num_processes}); change one of them"
         )
     row = config.ppo.max_prompt_length + config.ppo.max_response_length
     limit = engine.max_out_tokens

@@ -98,10 +98,9 @@ def probe(model: InferenceModel) -> Capability:
     """
     limit = most_positions(model.text_config)
     try:
-        with model.weights.available():  # a partitioned weight has no shape
-            recorder = _probe(model)
-            layers = tuple(recorder.shapes[layer] for layer in sorted(recorder.shapes))
-            reads = _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
+        recorder = _probe(model)
+        layers = tuple(recorder.shapes[layer] for layer in sorted(recorder.shapes))
+        reads = _check_numbers(model, layers, min(_CHECK_TOKENS, limit or _CHECK_TOKENS))
         return Capability(
             layers,
             max_positions=limit,
@@ -177,12 +176,12 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
     reads = HostReads()
     if length < 4:
         return reads
-    vocabulary = model.model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.model.get_input_embeddings().num_embeddings
     ids = [[(5 + 7 * i + 3 * row) % vocabulary for i in range(length)] for row in range(2)]
     ids_BP = torch.tensor(ids, device=model.device)
     rows = torch.arange(2, device=model.device)
     lengths_B = torch.tensor([length - 2, length - 3], device=model.device)
-    with model.evaluation():
+    with model.weights.uncut(), model.evaluation():
         trained = model.model(
             input_ids=ids_BP, attention_mask=torch.ones_like(ids_BP), use_cache=False,
             return_dict=True,

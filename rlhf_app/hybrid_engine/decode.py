@@ -102,7 +102,7 @@ class DecodeLoop:
         state: device buffers, reused between rollouts.
         step: runs decode steps.
         prompts: ids of each request, none empty.
-        uids: one integer per request, the source of its randomness.
+        keys_N: [N] int64 on the CPU, the start of each request's random stream.
         params: how tokens are drawn.
         slots: rows decoded at once.
     """
@@ -114,7 +114,7 @@ class DecodeLoop:
         state: DecodeState,
         step: DecodeStep,
         prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
+        keys_N: torch.Tensor,
         params: SamplingParams,
         slots: int,
     ) -> None:
@@ -129,7 +129,7 @@ class DecodeLoop:
         self._poll_steps = 1
         if model.device.type == "cuda" and not self._lockstep:
             self._poll_steps = CUDA_POLL_STEPS
-        state.begin(params, uids, slots)
+        state.begin(params, keys_N, slots)
         step.begin(workspace, state, params, slots)
         # Similar lengths share a prefill: least padding. Equal prompts share it altogether.
         # Results do not depend on the order.

@@ -8,13 +8,13 @@ them where it left them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
+from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, uniforms
 
 # Rows of the state tensor.
 TOKEN, POSITION, COUNT, REQUEST, ALIVE, STOPPED, SLOT = range(7)
@@ -40,6 +40,8 @@ class DecodeState:
         rows: [fields, S] int64. TOKEN is the last token of a row and POSITION its place in the
             row, COUNT the answer tokens drawn, REQUEST whose answer it is, ALIVE whether it
             goes on, STOPPED whether a stop id ended it, SLOT where its keys and values are.
+        agree: makes drawn tokens and log-probs [B] the same on ranks that share a rollout;
+            None where there are none.
 
     Args:
         device: where the model's ids go in.
@@ -47,6 +49,7 @@ class DecodeState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.agree: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._constants: dict[SamplingParams, tuple[Sampler, torch.Tensor]] = {}
         self._allocate(0, 0, 0)
 
@@ -58,17 +61,17 @@ class DecodeState:
         self._uniforms_NT = torch.zeros(size, dtype=torch.float64, device=device)
         self.rows = torch.zeros((_FIELDS, rows), dtype=torch.int64, device=device)
 
-    def begin(self, params: SamplingParams, uids: Sequence[int], slots: int) -> None:
+    def begin(self, params: SamplingParams, keys_N: torch.Tensor, slots: int) -> None:
         """Make room for a rollout and draw its uniforms.
 
         Args:
             params: how tokens are drawn.
-            uids: one integer per request.
+            keys_N: [N] int64 on the CPU, the start of each request's random stream.
             slots: rows decoded at once.
         """
         # One request more for rows that are nobody's, and one column more than can be used:
         # rows that finished, but were not yet seen to have finished, write there.
-        wanted = (len(uids) + 1, params.max_new_tokens + 1, slots)
+        wanted = (len(keys_N) + 1, params.max_new_tokens + 1, slots)
         if any(want > have for want, have in zip(wanted, self._size, strict=True)):
             self._allocate(*map(max, zip(wanted, self._size, strict=True)))
         self._nobody = self._size[0] - 1
@@ -80,10 +83,13 @@ class DecodeState:
             self._constants[kind] = Sampler(params, self._device), stop_ids
         self._sampler, self._stop_ids = self._constants[kind]
         if not params.greedy:
-            keys = request_keys(params.seed, params.step, uids).to(self._device)
-            drawn = uniforms(keys, params.max_new_tokens + 1)
-            self._uniforms_NT[: len(uids), : params.max_new_tokens + 1] = drawn
+            drawn = uniforms(keys_N.to(self._device), params.max_new_tokens + 1)
+            self._uniforms_NT[: len(keys_N), : params.max_new_tokens + 1] = drawn
         self.clear(0, range(slots))
+
+    def release(self) -> None:
+        """Give the buffers back; the next rollout takes new ones."""
+        self._allocate(0, 0, 0)
 
     def clear(self, first: int, slots: Sequence[int]) -> None:
         """Make the rows from `first` on nobody's: what they compute goes nowhere.
@@ -129,6 +135,8 @@ class DecodeState:
         """
         count, request = state[COUNT], state[REQUEST]
         tokens_B, logprobs_B = self._sampler(logits_BV, self._uniforms_NT[request, count])
+        if self.agree is not None:
+            tokens_B, logprobs_B = self.agree(tokens_B, logprobs_B)
         self._tokens_NT[request, count] = tokens_B
         self._logprobs_NT[request, count] = logprobs_B
         alive = state[ALIVE]

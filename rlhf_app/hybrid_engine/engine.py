@@ -27,6 +27,7 @@ from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.ds_settings import split_config
 from rlhf_app.hybrid_engine.generator import Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.tensor_parallel import shared_out
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 from rlhf_app.hybrid_engine.zero3 import PinnedWeights, StreamedWeights
 from rlhf_app.training.deepspeed_module import load_deepspeed
@@ -105,13 +106,24 @@ def weights_of(engine: Any, settings: HybridEngineSettings) -> Weights:
 
     Args:
         engine: what `deepspeed.initialize` returned.
-        settings: `pin_parameters` and `tp_gather_partition_size` decide under ZeRO-3.
+        settings: `inference_tp_size`; under ZeRO-3 also `pin_parameters` and
+            `tp_gather_partition_size`.
+
+    Raises:
+        ConfigError: `inference_tp_size` does not divide the number of processes.
     """
+    weights: Weights
     if engine.zero_optimization_stage() < 3:
-        return ResidentWeights(engine)
-    if settings.pin_parameters:
-        return PinnedWeights(engine)
-    return StreamedWeights(engine, settings.tp_gather_partition_size)
+        weights = ResidentWeights(engine)
+    elif settings.pin_parameters:
+        weights = PinnedWeights(engine)
+    else:
+        weights = StreamedWeights(engine, settings.tp_gather_partition_size)
+    if settings.enabled and settings.inference_tp_size > 1:
+        return shared_out(
+            engine.module, weights, settings.inference_tp_size, settings.tp_gather_partition_size
+        )
+    return weights
 
 
 def _without_config(args: Any) -> Any:

@@ -22,7 +22,9 @@ from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
-from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.sampling import SamplingParams, request_keys
+from rlhf_app.hybrid_engine.tensor_parallel import SlicedWeights, warn_whole
+from rlhf_app.hybrid_engine.tp_group import RankRequest
 from rlhf_app.hybrid_engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class Generator:
         model: any causal LM; families that the workspace attention cannot serve fall back to
             transformers' own generate, with one warning.
         settings: the `hybrid_engine` settings.
-        weights: how the weights become usable for a rollout; unset: they are.
+        weights: how the weights become usable for a rollout; unset: they are. With
+            `SlicedWeights` every call is one of all ranks of the group.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Generator:
     ) -> None:
         self._settings = settings if settings is not None else HybridEngineSettings()
         self._model = InferenceModel(model, weights)
+        self._sliced = weights if isinstance(weights, SlicedWeights) else None
         self._capability: Capability | None = None
         self._workspace: KVWorkspace | None = None
         self._state = DecodeState(self._model.device)
@@ -70,11 +74,6 @@ class Generator:
         self.samples = 0
         self.tokens = 0
         self.form = ""
-        if self._settings.inference_tp_size != 1:
-            raise ConfigError(
-                f"hybrid_engine.inference_tp_size is {self._settings.inference_tp_size}: "
-                "rollouts run on whole models; set it to 1"
-            )
 
     def rollout(
         self,
@@ -84,6 +83,9 @@ class Generator:
         max_slots: int | None = None,
     ) -> Rollout:
         """Answer every prompt.
+
+        Ranks that share their rollouts all call this, each with its own prompts (of any
+        number, even none, and any lengths) and the same `params` but for seed and step.
 
         Args:
             prompts: token ids of each prompt, of any lengths >= 1.
@@ -95,28 +97,69 @@ class Generator:
             One answer per prompt, in order.
 
         Raises:
-            ConfigError: an empty prompt, a row beyond the model's positions, bad arguments.
-            RuntimeError: no memory for the KV workspace.
+            ConfigError: an empty prompt, a row beyond the model's positions, bad arguments,
+                ranks that share a rollout but sample differently.
+            RuntimeError: no memory for the KV workspace, here or on a rank that shares it.
         """
         uids = range(len(prompts)) if uids is None else uids
-        self._check(prompts, params, uids, max_slots)
+        error: Exception | None = None
+        self.capability  # noqa: B018 - the probe is a matter of all ranks, the checks are not
+        try:
+            self._check(prompts, params, uids, max_slots)
+        except ConfigError as found:
+            error = found
+        self._raise(error)
+        longest = max(map(len, prompts), default=0) + params.max_new_tokens
+        if self._sliced is not None:
+            longest = self._sliced.group.longest(longest)
         slots = min(len(prompts), max_slots or len(prompts))
-        longest = max(map(len, prompts)) + params.max_new_tokens
         if not self._serves(longest):
             return self._count(native_rollout(self._model, prompts, uids, params, slots))
-        workspace = self._borrow(slots, longest)
+        keys = request_keys(params.seed, params.step, uids)
+        if self._sliced is None:
+            return self._count(self._run(prompts, keys, params, slots, longest))
+        group = self._sliced.group
+        mine = RankRequest([list(prompt) for prompt in prompts], keys.tolist(), params, slots)
+        requests = group.gather(mine)
+        rows = [prompt for request in requests for prompt in request.prompts]
+        keys = torch.tensor([key for request in requests for key in request.keys])
+        slots = sum(request.slots for request in requests)
+        return self._count(group.own(self._run(rows, keys, params, slots, longest), requests))
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys_N: torch.Tensor,
+        params: SamplingParams,
+        slots: int,
+        longest: int,
+    ) -> Rollout:
+        """Decode over the workspace."""
+        error: Exception | None = None
+        try:
+            workspace = self._borrow(slots, longest)
+        except RuntimeError as found:
+            error = found
+        self._raise(error)
         if self._step is None:
             layers = self.capability.layers
             self._step = DecodeStep(self._model, layers, self._settings.enable_cuda_graph)
+        self._state.agree = None if self._sliced is None else self._sliced.group.same
         try:
             with self._model.session():
-                loop = DecodeLoop(
-                    self._model, workspace, self._state, self._step, prompts, uids, params, slots
-                )
-                return self._count(loop.run())
+                return DecodeLoop(
+                    self._model, workspace, self._state, self._step, prompts, keys_N, params, slots
+                ).run()
         finally:
             if self._settings.release_inference_cache:
                 self.release()
+
+    def _raise(self, error: Exception | None) -> None:
+        """Raise an error of this rank, or of one that shares its rollouts."""
+        if self._sliced is not None:
+            self._sliced.group.raise_together(error)
+        elif error is not None:
+            raise error
 
     def generate(
         self,
@@ -143,7 +186,7 @@ class Generator:
         """
         if input_ids is None:
             input_ids = arguments.pop("inputs", None)
-        request = read_request(self._model.model, input_ids, attention_mask, arguments)
+        request = self._read(input_ids, attention_mask, arguments)
         if request.reasons or not self._settings.enabled or input_ids is None:
             for reason in request.reasons:
                 self._warn(f"generate: {reason} is not implemented by the hybrid engine")
@@ -154,12 +197,39 @@ class Generator:
         assert request.params is not None
         return _as_output(self.rollout(request.prompts, request.params), request, input_ids)
 
+    def _read(
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> Request:
+        """The caller's request; what one rank cannot do, no rank that shares its rollouts does."""
+        request, error = Request(), None
+        try:
+            request = read_request(self._model.model, input_ids, mask, arguments)
+        except ConfigError as found:
+            error = found
+        self._raise(error)
+        if self._sliced is not None:
+            request.reasons = self._sliced.group.reasons(request.reasons)
+        return request
+
     @property
     def capability(self) -> Capability:
-        """What the model can do, probed on first use."""
+        """What the model can do, probed on first use; ranks that share rollouts probe together."""
         if self._capability is None:
             self._capability = probe(self._model)
+            if self._sliced is not None:
+                mine = self._capability.missing
+                missing = self._sliced.group.reasons([mine] if mine else [])
+                if missing:
+                    self._share_no_more(missing[0])
         return self._capability
+
+    def _share_no_more(self, missing: str) -> None:
+        """Go back to whole weights where slices do not compute what they do."""
+        assert self._sliced is not None
+        warn_whole(self._model.model, f"sliced, it lacks {missing}")
+        self._model.weights = self._sliced.base
+        self._sliced = None
+        self._capability = probe(self._model)
 
     @property
     def lora_rollout(self) -> RolloutMode:
@@ -175,12 +245,18 @@ class Generator:
         """Bytes that the KV workspace holds now."""
         return 0 if self._workspace is None else self._workspace.nbytes
 
+    @property
+    def workspace_peak_bytes(self) -> int:
+        """The most bytes that the KV workspace has held so far."""
+        return 0 if self._workspace is None else self._workspace.peak_bytes
+
     def release(self) -> None:
         """Give the KV workspace back; the next rollout takes a new one."""
         if self._workspace is not None:
             self._workspace.release()
         if self._step is not None:
             self._step.drop_graphs()  # they read the workspace where it was
+        self._state.release()
 
     def _serves(self, longest: int) -> bool:
         """Whether the workspace path takes rows of this length; warns where it does not."""
@@ -224,7 +300,7 @@ class Generator:
         max_slots: int | None,
     ) -> None:
         require_decoder_only(self._model)
-        if not prompts:
+        if not prompts and self._sliced is None:
             raise ConfigError("rollout: no prompts were given")
         if len(uids) != len(prompts):
             raise ConfigError(f"rollout: {len(uids)} uids for {len(prompts)} prompts")
@@ -233,7 +309,7 @@ class Generator:
         for index, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ConfigError(f"prompt {index} is empty: give at least one token")
-        longest = max(map(len, prompts))
+        longest = max(map(len, prompts), default=0)
         limits = {
             "the model's positions": self.capability.max_positions,
             "hybrid_engine.max_out_tokens": self._settings.max_out_tokens,

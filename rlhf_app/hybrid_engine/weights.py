@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from rlhf_app.hybrid_engine.deepspeed_hooks import engine_hooks, suspended
@@ -22,8 +22,11 @@ class Weights(Protocol):
 
     lockstep: bool
     settled: bool
-    gather_seconds: float
-    gathered_bytes: int
+
+    @property
+    def gather_seconds(self) -> float: ...  # noqa: D102
+    @property
+    def gathered_bytes(self) -> int: ...  # noqa: D102
 
     def available(self) -> AbstractContextManager[None]:
         """Context in which whole weights can be computed with; nests."""
@@ -31,6 +34,11 @@ class Weights(Protocol):
 
     def whole(self) -> AbstractContextManager[None]:
         """Context in which every weight is whole at once: ranks need no lockstep inside."""
+        ...
+
+    def uncut(self) -> AbstractContextManager[None]:
+        """Context in which `available` gives weights that are not shared out over ranks, for a
+        forward that all ranks run alike."""
         ...
 
     def any_working(self, working: bool) -> bool:
@@ -66,6 +74,10 @@ class ResidentWeights:
     def whole(self) -> AbstractContextManager[None]:
         """The same as `available`."""
         return self.available()
+
+    def uncut(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
 
     def any_working(self, working: bool) -> bool:
         """This rank's own answer: ranks do not wait for each other."""

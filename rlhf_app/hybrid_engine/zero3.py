@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,12 +43,16 @@ class ShardedWeights:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Every weight, gathered on entry and given back on exit. All ranks enter together."""
-        with self._without_hooks(), self._gathered(self._engine.module.parameters()):
+        with self.without_hooks(), self.gathered(self._engine.module.parameters()):
             yield
 
+    def uncut(self) -> AbstractContextManager[None]:
+        """Nothing to do: weights are split, but none is cut for a rank."""
+        return nullcontext()
+
     @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """DeepSpeed's hooks would partition a layer as soon as it has run."""
+    def without_hooks(self) -> Iterator[None]:
+        """Forwards that DeepSpeed does not see: its hooks would partition a layer that has run."""
         with suspended(engine_hooks(self._engine)):
             # A forward without backward leaves prefetched weights in flight: wait for them, else
             # they can be neither gathered nor partitioned.
@@ -57,12 +61,25 @@ class ShardedWeights:
             yield
 
     @contextmanager
-    def _gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    def gathered(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """These parameters whole, inside `without_hooks`. All ranks enter together.
+
+        Args:
+            parameters: in the same order on every rank.
+        """
         mine = self._gather(parameters)
         try:
             yield
         finally:
             _give_back(mine)
+
+    def streamed(self, layers_per_group: int) -> StreamedWeights:
+        """The same weights, a few layers at a time.
+
+        Args:
+            layers_per_group: decoder layers that are whole at a time.
+        """
+        return StreamedWeights(self._engine, layers_per_group)
 
     def _gather(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
         """Make parameters whole.
@@ -146,7 +163,7 @@ class StreamedWeights(ShardedWeights):
             return
         layers = decoder_layers(self._engine.module)
         held, groups = self._split(layers)
-        with self._without_hooks(), self._gathered(held):
+        with self.without_hooks(), self.gathered(held):
             handles = [
                 self._engine.module.register_forward_pre_hook(self._start, prepend=True),
                 self._engine.module.register_forward_hook(self._finish),

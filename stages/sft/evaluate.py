@@ -109,6 +109,8 @@ def sample_answers(
     """
     prompts = [example.input_ids[: example.response_start] for example in examples]
     params = SamplingParams(max_new_tokens=max_new_tokens, greedy=True, stop_ids=fmt.stop_ids)
+    # One rank alone cannot share its rollout, and equal prompts on every rank need not.
+    hybrid = hybrid.model_copy(update={"inference_tp_size": 1})
     engine.eval()
     try:
         generator = Generator(engine.module, hybrid, weights_of(engine, hybrid))

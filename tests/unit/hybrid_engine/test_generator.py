@@ -258,11 +258,6 @@ def test_max_out_tokens_bounds_a_row(build):
         generator.rollout([[5] * 7], SamplingParams(4))
 
 
-def test_tensor_parallel_rollouts_are_refused(build):
-    with pytest.raises(ConfigError, match="inference_tp_size is 2"):
-        Generator(build("opt"), HybridEngineSettings(inference_tp_size=2))
-
-
 def test_timings_count_what_ran(build, prompts):
     timings = Generator(build("llama")).rollout(prompts, SamplingParams(6)).timings
     assert timings.prompt_tokens == sum(map(len, prompts))

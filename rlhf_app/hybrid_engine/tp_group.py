@@ -1,0 +1,185 @@
+"""Ranks that share one rollout: what they exchange before it and in every step of it.
+
+Shapes: B rows.
+
+Every rank brings its own prompts, in any number and of any lengths, without their padding: a
+prompt's attention mask has been applied before anything is sent. All ranks of a group then run
+all rows of the group in the same order, and each keeps the answers to its own prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.decode import Rollout
+from rlhf_app.hybrid_engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """What one rank wants from a rollout.
+
+    Attributes:
+        prompts: ids of each request, without padding.
+        keys: one int64 per request, the start of its random stream.
+        params: how tokens are drawn; their seed and step are in the keys already.
+        slots: rows that this rank alone would decode at once.
+    """
+
+    prompts: list[list[int]]
+    keys: list[int]
+    params: SamplingParams
+    slots: int
+
+
+class RankGroup:
+    """Consecutive ranks that share their rollouts. Every process makes its own at the same time.
+
+    Args:
+        size: ranks of a group.
+        together: all groups roll out at the same time, because weights are gathered from all
+            ranks: they then also agree on how.
+
+    Raises:
+        ConfigError: the number of processes is no multiple of `size`.
+    """
+
+    def __init__(self, size: int, *, together: bool = False) -> None:
+        world = torch_dist.get_world_size() if torch_dist.is_initialized() else 1
+        if world % size:
+            raise ConfigError(
+                f"hybrid_engine.inference_tp_size is {size}: it does not divide the {world} "
+                "processes of the run; change one of them"
+            )
+        rank = torch_dist.get_rank()
+        self.size = size
+        self.rank = rank % size
+        self._first = rank - self.rank
+        for first in range(0, world, size):
+            # Every process has to take part in making every group.
+            made = torch_dist.new_group(list(range(first, first + size)))
+            if first == self._first:
+                self._group = made
+        self._wide, self._wide_first = self._group, self._first
+        if together:
+            self._wide, self._wide_first = torch_dist.group.WORLD, 0
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place where the tensor is contiguous.
+
+        Args:
+            partial: any shape, equal on all ranks.
+        """
+        partial = partial.contiguous()
+        torch_dist.all_reduce(partial, group=self._group)
+        return partial
+
+    def same(
+        self, tokens_B: torch.Tensor, logprobs_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first rank's draws, on all ranks: one differing token would part them for good.
+
+        Args:
+            tokens_B: [B] int64.
+            logprobs_B: [B] fp32.
+        """
+        # One message: fp64 holds every token id and every fp32 number exactly.
+        both = torch.stack([tokens_B.double(), logprobs_B.double()])
+        torch_dist.broadcast(both, self._first, group=self._group)
+        return both[0].long(), both[1].float()
+
+    def gather(self, request: RankRequest) -> list[RankRequest]:
+        """Every rank's request, in rank order.
+
+        Args:
+            request: of this rank.
+
+        Raises:
+            ConfigError: the ranks want different sampling.
+        """
+        requests: list[RankRequest] = self._all(request, self._group)
+        for rank, other in enumerate(requests):
+            _check_alike(requests[0].params, other.params, self._first, self._first + rank)
+        return requests
+
+    def own(self, rollout: Rollout, requests: Sequence[RankRequest]) -> Rollout:
+        """This rank's part of the group's answers.
+
+        Args:
+            rollout: answers to all requests.
+            requests: what `gather` returned.
+        """
+        start = sum(len(request.prompts) for request in requests[: self.rank])
+        mine = slice(start, start + len(requests[self.rank].prompts))
+        tokens = rollout.tokens[mine]
+        return Rollout(
+            tokens,
+            rollout.logprobs[mine],
+            rollout.stopped[mine],
+            replace(
+                rollout.timings,
+                prompt_tokens=sum(map(len, requests[self.rank].prompts)),
+                generated_tokens=sum(map(len, tokens)),
+            ),
+        )
+
+    def raise_together(self, error: Exception | None) -> None:
+        """End the call on every rank when one rank cannot go on, instead of waiting for it.
+
+        Args:
+            error: of this rank, or None.
+
+        Raises:
+            Exception: `error`, or one of the same kind that names the other rank's.
+        """
+        for rank, other in enumerate(self._all(_portable(error), self._wide)):
+            if error is not None:
+                raise error
+            if other is not None:
+                kind, text = other
+                raise kind(f"on rank {self._wide_first + rank}: {text}")
+
+    def reasons(self, mine: Sequence[str]) -> list[str]:
+        """Reasons of any rank, without repetition: all ranks take the same way.
+
+        Args:
+            mine: of this rank.
+        """
+        return list(dict.fromkeys(r for rank in self._all(list(mine), self._wide) for r in rank))
+
+    def longest(self, mine: int) -> int:
+        """The largest of all ranks' numbers.
+
+        Args:
+            mine: of this rank.
+        """
+        return max(self._all(mine, self._wide))
+
+    def _all(self, item: Any, group: Any) -> list[Any]:
+        items: list[Any] = [None] * torch_dist.get_world_size(group)
+        torch_dist.all_gather_object(items, item, group=group)
+        return items
+
+
+def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """An error's kind and text: the object itself may hold what cannot be sent."""
+    if error is None:
+        return None
+    return (ConfigError if isinstance(error, ConfigError) else RuntimeError), str(error)
+
+
+def _check_alike(first: SamplingParams, other: SamplingParams, rank: int, of: int) -> None:
+    """Refuse ranks of one group that sample differently."""
+    for name in [field.name for field in fields(SamplingParams)]:
+        mine, its = getattr(first, name), getattr(other, name)
+        if name not in ("seed", "step") and mine != its:
+            raise ConfigError(
+                f"{name} is {mine} on rank {rank} and {its} on rank {of}: ranks that share a "
+                "rollout (hybrid_engine.inference_tp_size) need the same sampling parameters"
+            )
