@@ -106,7 +106,7 @@ def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console)
     from data_sources.embedded import prepare
 
     _say(console, f"no --actor-model and no data: the built-in model and task in {run.embedded}")
-    with _quiet_libraries():
+    with quiet_libraries():
         task = prepare(run.embedded, config.seed)
     return with_values(
         config,
@@ -122,7 +122,7 @@ def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console)
 
 
 @contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Keep import-time warnings and progress bars of libraries off the user's screen.
 
     Errors are exceptions and come through.

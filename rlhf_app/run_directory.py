@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_app.config.schema import StageName
+from rlhf_app.config.schema import JobName, StageName
 
 _ARTIFACTS: dict[StageName, str] = {"sft": "model", "reward": "model", "ppo": "actor"}
 
@@ -46,8 +46,8 @@ class RunDirectory:
         """The built-in model and data."""
         return self.path / "embedded"
 
-    def stage(self, stage: StageName) -> Path:
-        """The directory of one stage."""
+    def stage(self, stage: JobName) -> Path:
+        """The directory of one stage, or of another job of worker processes."""
         return self.path / stage
 
     def artifact(self, stage: StageName) -> Path:
@@ -59,26 +59,26 @@ class RunDirectory:
         """PPO's second product."""
         return self.stage("ppo") / "critic"
 
-    def metrics(self, stage: StageName) -> Path:
+    def metrics(self, stage: JobName) -> Path:
         """One JSON object a line, written as training goes."""
         return self.stage(stage) / "metrics.jsonl"
 
-    def result(self, stage: StageName) -> Path:
+    def result(self, stage: JobName) -> Path:
         """Written last by rank 0: a stage that has it is finished."""
         return self.stage(stage) / "result.json"
 
-    def logs(self, stage: StageName) -> Path:
+    def logs(self, stage: JobName) -> Path:
         """The directory of log files."""
         return self.stage(stage) / "logs"
 
-    def log(self, stage: StageName, rank: int) -> Path:
+    def log(self, stage: JobName, rank: int) -> Path:
         """What one worker printed."""
         return self.logs(stage) / f"rank{rank}.log"
 
-    def launcher_log(self, stage: StageName) -> Path:
+    def launcher_log(self, stage: JobName) -> Path:
         """What was printed before the workers took over their own logs."""
         return self.logs(stage) / "launcher.log"
 
-    def error(self, stage: StageName, rank: int) -> Path:
+    def error(self, stage: JobName, rank: int) -> Path:
         """Why one worker failed, as JSON."""
         return self.stage(stage) / f"error_rank{rank}.json"

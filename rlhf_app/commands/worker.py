@@ -1,5 +1,7 @@
 """One worker process of one stage: `python -m rlhf_app.commands.worker RUN_DIR STAGE`.
 
+Or of `rlhf verify`, whose checks are a job like a stage.
+
 The controller starts it, alone or once per rank under torchrun; run by hand it prints to the
 terminal. RANK, LOCAL_RANK and WORLD_SIZE decide its part (unset: the only one).
 """
@@ -19,7 +21,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from rlhf_app.config.load import load_saved
-from rlhf_app.config.schema import STAGES, RunConfig, StageName
+from rlhf_app.config.schema import STAGES, JobName, RunConfig
 from rlhf_app.deployment.child_process import LOG_TO_FILES, die_with_parent
 from rlhf_app.deployment.failures import WorkerError, write_error
 from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
@@ -50,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_origins()
         config = load_saved(run.config)
         _check_device(config)
-        _stage_module(stage).main(config, run)
+        _job_module(stage).main(config, run)
     except Exception as error:
         traceback.print_exc()
         write_error(run.error(stage, rank), WorkerError.from_exception(error))
@@ -58,12 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parse(arguments: list[str]) -> tuple[Path, StageName]:
+def _parse(arguments: list[str]) -> tuple[Path, JobName]:
+    jobs: tuple[JobName, ...] = (*STAGES, "verify")
     if len(arguments) == 2:
-        for stage in STAGES:
-            if arguments[1] == stage:
-                return Path(arguments[0]), stage
-    print("usage: python -m rlhf_app.commands.worker RUN_DIR {sft,reward,ppo}", file=sys.stderr)
+        for job in jobs:
+            if arguments[1] == job:
+                return Path(arguments[0]), job
+    usage = f"usage: python -m rlhf_app.commands.worker RUN_DIR {{{','.join(jobs)}}}"
+    print(usage, file=sys.stderr)
     raise SystemExit(EXIT_BAD_INPUT)
 
 
@@ -91,9 +95,10 @@ def _check_device(config: RunConfig) -> None:
         )
 
 
-def _stage_module(stage: StageName) -> ModuleType:
+def _job_module(job: JobName) -> ModuleType:
     # By name and only here: the library must not import a stage at module top.
-    return importlib.import_module(f"stages.{stage}.train")
+    name = "rlhf_app.hybrid_engine.verify" if job == "verify" else f"stages.{job}.train"
+    return importlib.import_module(name)
 
 
 def leave(code: int) -> NoReturn:

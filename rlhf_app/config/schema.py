@@ -45,6 +45,7 @@ __all__ = [
     "Dtype",
     "GoldConfig",
     "HybridEngineSettings",
+    "JobName",
     "Location",
     "LoraDefaults",
     "LoraSettings",
@@ -65,6 +66,8 @@ __all__ = [
 ]
 
 StageName = Literal["sft", "reward", "ppo"]
+#: What worker processes run: a stage, or the checks of `rlhf verify`.
+JobName = StageName | Literal["verify"]
 STAGES: tuple[StageName, ...] = ("sft", "reward", "ppo")
 
 DeploymentType = Literal["auto", "cpu", "single_gpu", "single_node"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_app.config.schema import StageName
+from rlhf_app.config.schema import JobName
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.files import atomic_write_json
 
@@ -57,7 +57,7 @@ def write_error(path: Path, error: WorkerError) -> None:
 
 
 def first_error(
-    run: RunDirectory, stage: StageName, world_size: int
+    run: RunDirectory, stage: JobName, world_size: int
 ) -> tuple[int, WorkerError] | None:
     """The rank that failed first and why, or None when no worker could say."""
     found = []

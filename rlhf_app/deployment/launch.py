@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import rlhf_app
-from rlhf_app.config.schema import StageName
+from rlhf_app.config.schema import JobName
 from rlhf_app.deployment.child_process import LOG_TO_FILES
 from rlhf_app.deployment.topology import Topology
 
 WORKER_MODULE = "rlhf_app.commands.worker"
 
 
-def worker_argv(topology: Topology, run_path: Path, stage: StageName) -> list[str]:
+def worker_argv(topology: Topology, run_path: Path, stage: JobName) -> list[str]:
     """Command of one stage: the worker itself, or torchrun with N of them on this node.
 
     Args:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from rlhf_app.config.schema import StageName
+from rlhf_app.config.schema import JobName
 from rlhf_app.deployment.child_process import start, stop
 from rlhf_app.deployment.failures import (
     describe_exit,
@@ -31,7 +31,7 @@ def run_workers(
     argv: Sequence[str],
     env: Mapping[str, str],
     run: RunDirectory,
-    stage: StageName,
+    stage: JobName,
     num_processes: int,
     console: Console,
 ) -> None:
@@ -82,7 +82,7 @@ def _follow(
 
 
 def _failure(
-    run: RunDirectory, stage: StageName, num_processes: int, code: int
+    run: RunDirectory, stage: JobName, num_processes: int, code: int
 ) -> ConfigError | StageFailed:
     found = first_error(run, stage, num_processes)
     killed = killed_rank(run.launcher_log(stage))

@@ -55,6 +55,8 @@ class KVWorkspace:
         self.values: list[torch.Tensor] = []
         self.slots = 0
         self.positions = 0
+        #: The most bytes held so far.
+        self.peak_bytes = 0
 
     def bytes_for(self, slots: int, positions: int) -> int:
         """Bytes that a workspace of this size takes."""
@@ -150,6 +152,7 @@ class KVWorkspace:
         self.values = [values[i] for i in range(len(self._shapes))]
         self.slots = slots
         self.positions = positions
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self._dtype, device=self._device)

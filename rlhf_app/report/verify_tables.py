@@ -1,0 +1,56 @@
+"""The tables that `rlhf verify` prints."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_app.report.verification import Verification
+
+
+def print_verification(console: Console, found: Verification, rank: int | None) -> None:
+    """Print one rank's findings.
+
+    Args:
+        console: where to.
+        found: the findings.
+        rank: shown where there are several.
+    """
+    title = found.model if rank is None else f"rank {rank}: {found.model}"
+    console.print(title, markup=False)
+    table = Table("", "logits norm", "memory", "peak", "KV workspace")
+    for switch in found.switches:
+        table.add_row(
+            switch.name,
+            "" if switch.logits_norm is None else f"{switch.logits_norm:.7g}",
+            *map(megabytes, (switch.bytes, switch.peak_bytes, switch.workspace_bytes)),
+        )
+    console.print(table)
+    facts = Table(show_header=False)
+    for label, text in rows(found):
+        facts.add_row(label, text)
+    console.print(facts)
+
+
+def rows(found: Verification) -> list[tuple[str, str]]:
+    """Labels and findings of the second table."""
+    route = found.route
+    if found.missing is not None:
+        route += f" (missing: {found.missing})"
+    numbered = list(enumerate(zip(found.greedy, found.gaps, strict=True), start=1))
+    return [
+        ("route", route),
+        ("decode form", found.form),
+        *((f"greedy tokens {i} against Hugging Face", str(greedy)) for i, (greedy, _) in numbered),
+        *((f"log-probs {i} against training", str(gap)) for i, (_, gap) in numbered),
+        ("optimizer step moved the logits by", f"{found.logits_change:.2g} of their size"),
+        ("weights", found.weights),
+        ("KV workspace", found.workspace),
+        ("breakdown", found.breakdown),
+        ("result", "; ".join(found.problems) or "all equal"),
+    ]
+
+
+def megabytes(count: int) -> str:
+    """Bytes as MB with a digit that small models need."""
+    return f"{count / 1e6:,.1f} MB"
