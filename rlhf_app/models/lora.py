@@ -54,15 +54,15 @@ def attach(model: Any, lora: LoraSettings, *, seed: int, base: str, setting: str
             f"{setting}: {base} comes with adapters of its own: merge them into its weights "
             "first (peft's merge_and_unload)"
         )
-    candidates = _candidates(model)
-    targets = _targets(lora, candidates, setting)
+    layers = _linear_layers(model)
+    targets = _targets(model, lora, layers, setting)
     _check_not_tied(model, targets, setting)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(targets),
-        fan_in_fan_out=any(is_conv1d(candidates[name]) for name in targets),
+        fan_in_fan_out=any(is_conv1d(layers[name]) for name in targets),
         base_model_name_or_path=base,
     )
     # peft draws A from the global generator, which differs between ranks.
@@ -76,27 +76,30 @@ def attach(model: Any, lora: LoraSettings, *, seed: int, base: str, setting: str
     )
 
 
-def _candidates(model: Any) -> dict[str, nn.Module]:
-    """Every layer that can have an adapter, by full name: all linear ones but the head."""
-    head = model.get_output_embeddings()
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every layer that can have an adapter, by full name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D)
     }
 
 
-def _targets(lora: LoraSettings, candidates: dict[str, nn.Module], setting: str) -> set[str]:
+def _targets(
+    model: Any, lora: LoraSettings, layers: dict[str, nn.Module], setting: str
+) -> set[str]:
     """Full names of the layers to adapt; each name given must match one."""
+    head = model.get_output_embeddings()
+    body = {name for name, module in layers.items() if module is not head}
+    if not body:
+        raise ConfigError(f"{setting}: this model has no linear layers to adapt")
     if lora.target_modules == "all-linear":
-        if not candidates:
-            raise ConfigError(f"{setting}.target_modules: this model has no linear layers")
-        return set(candidates)
+        return body
     found: set[str] = set()
     for wanted in lora.target_modules:
-        matches = {name for name in candidates if f".{name}".endswith(f".{wanted}")}
+        matches = {name for name in layers if f".{name}".endswith(f".{wanted}")}
         if not matches:
-            known = sorted({name.rpartition(".")[2] for name in candidates})
+            known = sorted({name.rpartition(".")[2] for name in body})
             raise ConfigError(
                 f"{setting}.target_modules: no linear layer of this model is called {wanted!r}; "
                 f"its layers are {', '.join(known)} (or all-linear)"
