@@ -22,12 +22,10 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_app.hybrid_engine.alibi import Alibi
+from rlhf_app.hybrid_engine.attention_math import attend, attend_rounded, banded_causal
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 
 NAME = "rlhf_kv_workspace"
-
-# Head sizes up to this use two matrix products on the CPU: 20-25 % faster at size 8.
-SMALL_HEAD = 16
 
 
 class Step(Protocol):
@@ -53,6 +51,8 @@ class AttentionCall:
         softcap: c in c*tanh(logits/c), or None.
         extras: every other keyword the model passed.
         alibi: bias of key positions, added to the scaled and capped logits; or None.
+        rounded: the model's own forward rounds the logits, bias included, to the type of the
+            query before the softmax. Near a bias of 500, bfloat16 then keeps multiples of 2.
     """
 
     layer: int
@@ -65,6 +65,7 @@ class AttentionCall:
     softcap: float | None
     extras: dict[str, Any]
     alibi: Alibi | None = None
+    rounded: bool = False
 
 
 _STEP: ContextVar[Step | None] = ContextVar("rlhf_attention_step", default=None)
@@ -198,10 +199,14 @@ class Prefill:
             return F.scaled_dot_product_attention(
                 call.query, key, value, is_causal=True, scale=call.scale
             )
-        mask = _banded_causal(length, window, call.query)
+        mask = banded_causal(length, window, call.query)
+        bias = None
         if call.alibi is not None:
-            mask = call.alibi.table(length)[:, None].to(mask.dtype) + mask
-        return _attend(call.query, key, value, mask, call.scale, call.softcap)
+            bias = call.alibi.table(length)[:, None].to(mask.dtype)
+        if call.rounded and bias is not None:
+            return attend_rounded(call.query, key, value, mask, bias, call.scale)
+        mask = mask if bias is None else mask + bias
+        return attend(call.query, key, value, mask, call.scale, call.softcap)
 
 
 @dataclass(slots=True)
@@ -220,9 +225,8 @@ class Decode:
     longest: int
     equal: bool
     _rows: torch.Tensor = field(init=False)
-    _masks: dict[tuple[int | None, Alibi | None], torch.Tensor | None] = field(
-        init=False, default_factory=dict
-    )
+    _masks: dict[int | None, torch.Tensor | None] = field(init=False, default_factory=dict)
+    _biased: dict[tuple[int | None, Alibi], torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.workspace.check(self.lengths_B.shape[0], self.longest + 1)
@@ -243,29 +247,42 @@ class Decode:
             keys[self._rows, :, self.lengths_B] = call.key[:, :, 0]
             values[self._rows, :, self.lengths_B] = call.value[:, :, 0]
             start = 0
-        mask = self._mask(call, kv_heads, start)
         # The queries of one kv head become rows of one small matrix: no copy of K and V.
         query = call.query.reshape(rows, kv_heads, heads // kv_heads, -1)
-        out = _attend(
-            query, keys[:rows, :, start:end], values[:rows, :, start:end], mask, call.scale,
-            call.softcap,
-        )  # fmt: skip
+        key, value = keys[:rows, :, start:end], values[:rows, :, start:end]
+        mask = self._mask(call.window, query.dtype)
+        if call.alibi is None:
+            out = attend(query, key, value, mask, call.scale, call.softcap)
+        else:
+            bias = call.alibi.table(end)[:, start:].to(query.dtype)
+            bias = bias.reshape(kv_heads, -1, bias.shape[1])
+            if call.rounded:
+                out = attend_rounded(query, key, value, mask, bias, call.scale)
+            else:
+                mask = self._with_bias(call, mask, bias)
+                out = attend(query, key, value, mask, call.scale, call.softcap)
         return out.reshape(rows, heads, 1, -1)
 
-    def _mask(self, call: AttentionCall, kv_heads: int, start: int) -> torch.Tensor | None:
-        """Additive over [B, K, G, positions from `start`]: bias, and -inf where hidden."""
-        window = call.window
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """[B, 1, 1, L] additive, or None where every position that is looked at counts."""
+        if self.equal:
+            return None
         if window is not None and window > self.longest:
             window = None
-        key = (window, call.alibi)
-        if key not in self._masks:
-            mask = None if self.equal else self._hidden(window, call.query.dtype)
-            if call.alibi is not None:
-                bias = call.alibi.table(self.longest + 1)[:, start:].to(call.query.dtype)
-                bias = bias.reshape(1, kv_heads, -1, bias.shape[1])
-                mask = bias if mask is None else mask + bias
-            self._masks[key] = mask
-        return self._masks[key]
+        if window not in self._masks:
+            self._masks[window] = self._hidden(window, dtype)
+        return self._masks[window]
+
+    def _with_bias(
+        self, call: AttentionCall, mask: torch.Tensor | None, bias: torch.Tensor
+    ) -> torch.Tensor:
+        """Their sum [B or 1, K, G, L], the same for all layers of one window."""
+        assert call.alibi is not None
+        kept = self._biased.get((call.window, call.alibi))
+        if kept is None:
+            kept = bias[None] if mask is None else mask + bias
+            self._biased[call.window, call.alibi] = kept
+        return kept
 
     def _hidden(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[B, 1, 1, L] additive: 0 where a position counts, -inf elsewhere."""
@@ -275,36 +292,3 @@ class Decode:
             hidden |= position <= self.lengths_B[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return mask.masked_fill_(hidden, -math.inf)[:, None, None]
-
-
-def _banded_causal(length: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """[P, P] additive mask: a query sees itself and up to window - 1 tokens before it."""
-    position = torch.arange(length, device=like.device)
-    hidden = position[None, :] > position[:, None]
-    if window is not None:
-        hidden |= position[None, :] <= position[:, None] - window
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        hidden, -math.inf
-    )
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention with an additive mask, logits capped where the model asks for it."""
-    # The CPU's fused kernel costs more than it saves on small heads.
-    small = not query.is_cuda and query.shape[-1] <= SMALL_HEAD
-    if softcap is None and not small:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    logits = torch.matmul(query * scale, key.transpose(-1, -2))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if mask is not None:
-        logits = logits + mask
-    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value)

@@ -1,4 +1,4 @@
-"""BLOOM: positions only through ALiBi, rounded to the type of the hidden states."""
+"""BLOOM: positions only through ALiBi, its bias and the logits with it rounded."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def forward(
     bias = model_alibi(layer.num_heads, hidden_states.dtype, hidden_states.device)
     scale = layer.inv_norm_factor
     call = AttentionCall(
-        layer.layer_idx, query, key, value, attention_mask, scale, None, None, {}, bias
-    )
+        layer.layer_idx, query, key, value, attention_mask, scale, None, None, {}, bias,
+        rounded=True,
+    )  # fmt: skip
     return residual + layer.dense(serve(call).transpose(1, 2).flatten(2)), None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -193,10 +195,10 @@ Greedy = Callable[..., list[list[int]]]
 
 @pytest.fixture(scope="session")
 def hf_greedy() -> Greedy:
-    """Greedy answers of transformers' own generate, left-padded, never ended early."""
+    """Greedy answers of transformers' own generate, left-padded, as long as nothing ends them."""
 
     def run(
-        model: tf.PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int
+        model: tf.PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, **more: object
     ) -> list[list[int]]:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
@@ -204,7 +206,7 @@ def hf_greedy() -> Greedy:
         kept, model.generation_config = model.generation_config, tf.GenerationConfig()
         try:
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more
             )
         finally:
             model.generation_config = kept
@@ -234,3 +236,36 @@ def assert_same_greedy() -> Callable[..., None]:
         assert len({token for row in want for token in row}) >= 8, "degenerate text"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def uniform() -> Callable[[int, int, int, int], float]:
+    """The uniform behind one token, on Python's unbounded integers: splitmix64 throughout."""
+    golden, whole = 0x9E3779B97F4A7C15, 2**64
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % whole
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % whole
+        return z ^ (z >> 31)
+
+    def draw(seed: int, step: int, uid: int, index: int) -> float:
+        rollout = mix((mix((seed + golden) % whole) + step) % whole)
+        key = mix(rollout ^ mix((uid + golden) % whole))
+        return (2 * (mix((key + (index + 1) * golden) % whole) >> 24) + 1) / 2**41
+
+    return draw
+
+
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], object]:
+    """`with warnings_of() as warned`: the engine's own warnings, once the block has ended."""
+
+    @contextmanager
+    def collect() -> Iterator[list[str]]:
+        warned: list[str] = []
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="rlhf_app"):
+            yield warned
+        warned += [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_app")]
+
+    return collect

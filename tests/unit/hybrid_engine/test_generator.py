@@ -1,68 +1,11 @@
-import logging
-
 import pytest
 import torch
-import transformers as tf
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.hybrid_engine.attention import Decode
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
-
-SERVED = [
-    "opt", "opt-350m", "gpt2", "gpt2-inverse-layer-scale", "gptj", "codegen", "gpt-neox", "llama",
-    "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral-window", "gemma2", "gemma3", "phi",
-    "phi3", "olmo2", "smollm3", "mixtral", "gpt-neo", "bloom", "bloom-6-heads", "falcon",
-    "falcon-alibi", "falcon-gqa",
-]  # fmt: skip
-# These took up the attention interface late; before, the fallback serves them.
-LATE = {"gptj", "codegen"} if tf.__version__ < "5.24" else set()
-UNSERVED = ["mpt", "gpt-oss", "falcon-h1", "xglm"]
-
-
-def _train_step(model, prompts):
-    """One plain optimizer step that moves the greedy text."""
-    ids = torch.tensor([p[:5] for p in prompts if len(p) >= 5])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model.train()
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.eval()
-
-
-@pytest.mark.parametrize("family", SERVED)
-def test_greedy_equals_transformers_before_and_after_an_update(
-    family, build, prompts, hf_greedy, assert_same_greedy
-):
-    model = build(family)
-    generator = Generator(model)
-    params = SamplingParams(14, greedy=True)
-    want = hf_greedy(model, prompts, 14)
-    got = generator.rollout(prompts, params, max_slots=7).tokens
-    assert (generator.capability.missing is None) == (family not in LATE)
-    assert_same_greedy(model, prompts, got, want)
-    _train_step(model, prompts)
-    after = hf_greedy(model, prompts, 14)
-    assert after != want
-    assert_same_greedy(model, prompts, generator.rollout(prompts, params).tokens, after)
-
-
-@pytest.mark.parametrize("family", UNSERVED)
-def test_unserved_families_fall_back_with_one_warning(
-    family, build, prompts, hf_greedy, assert_same_greedy, caplog
-):
-    model = build(family)
-    generator = Generator(model)
-    params = SamplingParams(8, greedy=True)
-    with caplog.at_level(logging.WARNING, logger="rlhf_app"):
-        generator.rollout(prompts[:2], params)
-        got = generator.rollout(prompts, params).tokens
-    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_app")]
-    assert len(warnings) == 1
-    assert repr(model.config.model_type) in warnings[0]
-    assert_same_greedy(model, prompts, got, hf_greedy(model, prompts, 8))
 
 
 @pytest.mark.parametrize(
