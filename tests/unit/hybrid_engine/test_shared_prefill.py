@@ -122,7 +122,8 @@ def test_rows_in_any_slot(family, slots, build, repeated, prompts, any_slot, mon
 def test_idle_rows_of_a_bucket_harm_nobody(build, prompts, any_slot, monkeypatch):
     """A captured step computes a bucket of rows: those behind the active ones are nobody's."""
     model = build("llama")
-    want = Generator(model).rollout(prompts, PARAMS, max_slots=7)
+    requests = prompts[::-1][:16]
+    want = Generator(model).rollout(requests, PARAMS)
     run, sizes = DecodeStep._run, []
 
     def padded(self, rows, longest, equal):
@@ -130,7 +131,8 @@ def test_idle_rows_of_a_bucket_harm_nobody(build, prompts, any_slot, monkeypatch
         return run(self, sizes[-1][1], longest, equal)
 
     monkeypatch.setattr(DecodeStep, "_run", padded)
-    got = Generator(model).rollout(prompts, PARAMS, max_slots=7)
-    assert any(rows < size for rows, size in sizes)
+    got = Generator(model).rollout(requests, PARAMS)
+    assert sum(size - rows for rows, size in sizes) > 16
     assert got.tokens == want.tokens
     assert got.stopped == want.stopped
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
