@@ -19,7 +19,7 @@ from rlhf_app.hybrid_engine.decode_state import DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
-from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, free_bytes
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.sampling import SamplingParams, request_keys
@@ -31,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 # Workspace lengths are rounded up to this, so that rollouts of similar length reuse one.
 _POSITION_MULTIPLE = 16
+# Of the free memory, what a workspace may take where nobody bounds it: prefill and logits need
+# some of it, and where the workspace stays while the model trains, activations need more.
+_SHARE_RELEASED, _SHARE_KEPT = 0.8, 0.5
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // _POSITION_MULTIPLE) * _POSITION_MULTIPLE
 
 
 @dataclass
@@ -91,7 +98,8 @@ class Generator:
             prompts: token ids of each prompt, of any lengths >= 1.
             params: how tokens are drawn.
             uids: one integer per prompt, the source of its randomness; unset: its index.
-            max_slots: rows decoded at once; the others wait for a free slot. Unset: all.
+            max_slots: rows decoded at once; the others wait for a free slot. Unset: all, or on
+                CUDA as many as find room in the memory that is free.
 
         Returns:
             One answer per prompt, in order.
@@ -112,9 +120,10 @@ class Generator:
         longest = max(map(len, prompts), default=0) + params.max_new_tokens
         if self._sliced is not None:
             longest = self._sliced.group.longest(longest)
-        slots = min(len(prompts), max_slots or len(prompts))
         if not self._serves(longest):
+            slots = min(len(prompts), max_slots or len(prompts))
             return self._count(native_rollout(self._model, prompts, uids, params, slots))
+        slots = min(len(prompts), max_slots or self._slots_that_fit(longest) or len(prompts))
         keys = request_keys(params.seed, params.step, uids)
         if self._sliced is None:
             return self._count(self._run(prompts, keys, params, slots, longest))
@@ -284,13 +293,29 @@ class Generator:
             self._warned.add(reason)
             logger.warning("%s: using native generate, which is slower", reason)
 
-    def _borrow(self, slots: int, longest: int) -> KVWorkspace:
+    def _slots_that_fit(self, longest: int) -> int | None:
+        """Rows of this length that find room in the device's memory; None on the host.
+
+        Ranks may count differently: what a request draws does not depend on it.
+        """
+        if self._model.device.type != "cuda":
+            return None
+        workspace = self._kv_workspace()
+        share = _SHARE_RELEASED if self._settings.release_inference_cache else _SHARE_KEPT
+        room = int(share * (free_bytes(self._model.device) + workspace.nbytes))
+        return max(1, room // workspace.bytes_for(1, _rounded(longest)))
+
+    def _kv_workspace(self) -> KVWorkspace:
         if self._workspace is None:
             self._workspace = KVWorkspace(
                 self.capability.layers, self._model.dtype, self._model.device
             )
-        self._workspace.borrow(slots, -(-longest // _POSITION_MULTIPLE) * _POSITION_MULTIPLE)
         return self._workspace
+
+    def _borrow(self, slots: int, longest: int) -> KVWorkspace:
+        workspace = self._kv_workspace()
+        workspace.borrow(slots, _rounded(longest))
+        return workspace
 
     def _check(
         self,

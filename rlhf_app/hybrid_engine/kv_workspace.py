@@ -32,6 +32,12 @@ class LayerShape:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that can still be allocated, torch's own reserve included."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 class KVWorkspace:
     """Preallocated keys and values, borrowed for a rollout and given back after it.
 
@@ -166,7 +172,7 @@ class KVWorkspace:
         wanted = self.bytes_for(slots, positions)
         free = "unknown"
         if self._device.type == "cuda":
-            free = str(torch.cuda.mem_get_info(self._device)[0])
+            free = str(free_bytes(self._device))
         return (
             f"KV workspace for {slots} rows of {positions} tokens needs {wanted} bytes, "
             f"free on {self._device}: {free} bytes; lower the rollout batch, max_slots or "

@@ -4,6 +4,7 @@ import torch
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine import generator as generator_module
 from rlhf_app.hybrid_engine.attention import Decode
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 
@@ -208,3 +209,25 @@ def test_timings_count_what_ran(build, prompts):
     assert timings.decode_steps == 5
     assert timings.row_steps == 5 * len(prompts)
     assert 0 < timings.prefill_seconds < timings.total_seconds
+
+
+@pytest.mark.parametrize(("release", "rows"), [(False, 5), (True, 8)])
+def test_rows_at_once_are_bounded_by_free_memory(release, rows, build, prompts, monkeypatch):
+    """On CUDA, where nobody bounds them: half of the free memory, or 0.8 of it."""
+    generator = Generator(build("llama"), HybridEngineSettings(release_inference_cache=release))
+    want = generator.rollout(prompts, SamplingParams(4))
+    generator.release()
+    # 3 layers x 16 positions x 2 kv heads x (8 + 8) x 4 bytes a row, and room for ten rows
+    monkeypatch.setattr(generator_module, "free_bytes", lambda _: 10 * 3 * 16 * 2 * 16 * 4)
+    monkeypatch.setattr(InferenceModel, "device", _CudaByName())
+    seen = []
+    monkeypatch.setattr(
+        Generator, "_run", lambda s, p, k, params, slots, n: (seen.append(slots), want)[1]
+    )
+    generator.rollout(prompts, SamplingParams(4))
+    generator.rollout(prompts, SamplingParams(4), max_slots=9)
+    assert seen == [rows, 9]
+
+
+class _CudaByName:
+    type = "cuda"
