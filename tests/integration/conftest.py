@@ -67,6 +67,7 @@ def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
                 "chat_format": "plain",
                 **settings.pop("data", {}),
             },
+            "hybrid_engine": settings.pop("hybrid_engine", {}),
             stage: settings,
         }
         (out / "test_config.json").write_text(json.dumps(config))

@@ -68,6 +68,38 @@ def test_ranks_and_zero_stages_agree_with_one_process(run_stage, tiny_lm, reward
             assert theirs == pytest.approx(mine, rel=2e-3, abs=2e-4), (ranks, zero)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_split_actor_learns_as_a_whole_one(pinned, run_stage, tiny_lm, reward_model):
+    """ZeRO-3 for actor and critic on two ranks, whose evaluations have unlike numbers of prompts.
+
+    5 held-out prompts: one rank answers 3, the other 2; under ZeRO-3 both run 3. Answers end
+    anywhere between 1 and 6 tokens, so ranks stop at different lengths.
+    """
+    settings = with_zero(3, 3) | {"eval_prompts": 5, "samples": 5}
+    alone = run_stage(
+        "ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO | {"eval_prompts": 5, "samples": 5}
+    )
+    split = run_stage(
+        "ppo", PAIRS, tiny_lm, ranks=2, reward_model=reward_model,
+        hybrid_engine={"pin_parameters": pinned, "tp_gather_partition_size": 1}, **settings,
+    )  # fmt: skip
+    assert split["result"]["samples"] == alone["result"]["samples"]  # sampled answers, as text
+    for mine, theirs in zip(compared(alone["metrics"]), compared(split["metrics"]), strict=True):
+        assert theirs == pytest.approx(mine, rel=2e-3, abs=2e-4)
+    assert split["metrics"][1]["first_ratio"] == 1.0
+    assert split["metrics"][1]["kl_per_answer"] == 0.0
+    weights = [weights_of_actor(run) for run in (alone, split)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def weights_of_actor(run):
+    from transformers import AutoModelForCausalLM
+
+    actor = Path(run["model"]).parent / "actor"
+    return AutoModelForCausalLM.from_pretrained(actor).state_dict()
+
+
 def test_artifacts_load_in_plain_transformers_and_results_are_complete(
     run_stage, tiny_lm, reward_model
 ):

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
-import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
 
 from rlhf_app.commands.worker import leave
-from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import HybridEngine, SamplingParams, initialize
 
 NEW_TOKENS = 12
@@ -42,7 +40,7 @@ def native_greedy(model: tf.PreTrainedModel, prompts: list[list[int]]) -> list[l
 
 
 def check_stage(stage: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     model = tiny_llama()
     engine, optimizer, _, _ = initialize(
         model=model,
@@ -61,10 +59,6 @@ def check_stage(stage: int) -> None:
     # Ranks differ in batch and in length: nothing may wait for the other rank.
     prompts = [[5 + rank, 6, 7], [9], [11, 12, 13, 14]][: 3 - rank]
     params = SamplingParams(NEW_TOKENS, greedy=True, suppress_ids=(2,))
-    if stage == 3 and world > 1:
-        with pytest.raises(ConfigError, match="zero_stage 3"):
-            engine.rollout(prompts, params)
-        return
     addresses = [p.data_ptr() for p in model.parameters()]
     seen = []
     batch = torch.tensor([[5, 6, 7, 8], [20 + rank, 21, 22, 23]])
