@@ -8,6 +8,7 @@ import torch
 
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
+from rlhf_app.errors import ConfigError
 from rlhf_app.training.distributed import Dist
 
 
@@ -43,7 +44,18 @@ def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
     Args:
         ppo: settings; the sizes divide, as checked at the start of a run.
         dist: this process's place.
+
+    Raises:
+        ConfigError: on every rank, where a worker was started with another number of processes
+            than the run was checked for: some would have more forwards than others, and wait.
     """
+    unit = ppo.mini_batches * ppo.micro_batch_size * dist.world_size
+    if ppo.rollout_batch_size % unit:
+        raise ConfigError(
+            f"ppo.rollout_batch_size = {ppo.rollout_batch_size}: does not divide by {unit} "
+            f"(ppo.mini_batches x ppo.micro_batch_size x {dist.world_size} processes); "
+            "start another number of processes, or change one of them"
+        )
     size = ppo.rollout_batch_size // ppo.mini_batches
     share = size // dist.world_size
     return [

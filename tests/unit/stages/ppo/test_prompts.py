@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlhf_app.config.schema import PPOConfig
+from rlhf_app.errors import ConfigError
 from rlhf_app.training.distributed import Dist
 from stages.ppo.prompts import PromptStream, rank_uids
 
@@ -33,3 +34,11 @@ def test_mini_batches_hold_the_same_rows_for_any_number_of_ranks(world_size):
         mine = slice(mini_batch * share, (mini_batch + 1) * share)
         rows = [uid for uids in per_rank for uid in uids[mine]]
         assert sorted(rows) == list(range(mini_batch * 8, mini_batch * 8 + 8))
+
+
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(8, 1, 3), (9, 1, 2), (8, 3, 1), (4, 2, 4)])
+def test_rows_that_no_rank_would_answer_are_refused_on_every_rank(batch, micro, ranks):
+    ppo = PPOConfig(rollout_batch_size=batch, mini_batches=1, micro_batch_size=micro)
+    for rank in range(ranks):
+        with pytest.raises(ConfigError, match=f"ppo.rollout_batch_size = {batch}: does not"):
+            rank_uids(ppo, Dist(rank, rank, ranks, torch.device("cpu")))
