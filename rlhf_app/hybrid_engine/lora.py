@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -153,10 +154,26 @@ class _Unfused:
         self._scaling = adapter.scaling
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._base(x).contiguous()  # a fresh tensor, so that it can be added to in place
-        low_Nr = x.reshape(-1, x.shape[-1]).mm(self._a_rI.t())
+        rows = x.reshape(-1, x.shape[-1])
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # In a graph the small product runs beside the base's large one.
+            main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                low_Nr = rows.mm(self._a_rI.t())
+            out = self._base(x).contiguous()
+            main.wait_stream(side)
+        else:
+            low_Nr = rows.mm(self._a_rI.t())
+            out = self._base(x).contiguous()
+        # A fresh tensor, so it can be added to in place.
         out.view(-1, out.shape[-1]).addmm_(low_Nr, self._b_Or.t(), alpha=self._scaling)
         return out
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Fused:
