@@ -146,6 +146,15 @@ def keeps_state(model: InferenceModel) -> bool:
     return getattr(model.model, "_is_stateful", False) and bool(set(kinds) - _ATTENTION_KINDS)
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference of logits that rounding alone explains.
+
+    Args:
+        dtype: of weights or logits.
+    """
+    return _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+
+
 def _probe(model: InferenceModel) -> _Recorder:
     if model.model.config.is_encoder_decoder:
         raise Unsupported("a decoder without an encoder")
@@ -201,10 +210,8 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
         return reads
     scale = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
     gap = (have - want).norm(dim=-1)
-    tolerance = max(
-        _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in (model.dtype, trained.dtype)
-    )
-    if not bool((gap <= tolerance * scale).all()):
+    allowed = max(tolerance(model.dtype), tolerance(trained.dtype))
+    if not bool((gap <= allowed * scale).all()):
         worst = float((gap / scale).max())
         raise Unsupported(
             f"decoded logits equal to the training forward's (they differ by {worst:.2g} of "

@@ -23,6 +23,7 @@ _SUPPORTED = frozenset(
         "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p",
         "eos_token_id", "pad_token_id", "bos_token_id", "suppress_tokens",
         "num_return_sequences", "return_dict_in_generate", "transformers_version",
+        "decoder_start_token_id",  # of encoder-decoders, which never get here
     }
 )  # fmt: skip
 # These shape only the sampled distribution: transformers does not read them when greedy.
@@ -122,10 +123,10 @@ def _unsupported(config: GenerationConfig, extras: dict[str, Any]) -> list[str]:
     if not config.do_sample and config.num_return_sequences != 1:
         reasons.append("num_return_sequences without do_sample")
     for name, value in extras.items():
-        off = value is None or value is False or (name in _LISTS and not len(value))
-        if not off:
+        empty = name in _LISTS and isinstance(value, list) and not value
+        if not (value is None or value is False or empty):
             reasons.append(name)
-    return sorted(reasons)
+    return sorted(set(reasons))
 
 
 def _mask(

@@ -12,15 +12,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from rlhf_app.hybrid_engine.capability import keeps_state
+from rlhf_app.hybrid_engine.capability import keeps_state, tolerance
 from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.positions import batch_dependent_from
 from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
+
+# Per model, whether the rows of a batch influence each other.
+_MIXED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def native_rollout(
@@ -31,7 +35,7 @@ def native_rollout(
     slots: int,
 ) -> Rollout:
     """Answer every prompt, `slots` at a time: left-padded, or where padding would change a
-    row's answer, in batches of one length.
+    row's answer, in batches of one length; one by one where rows change each other's.
 
     Args:
         model: the model; its mode is restored.
@@ -48,6 +52,8 @@ def native_rollout(
     logprobs: list[torch.Tensor] = [torch.empty(0) for _ in prompts]
     steps = row_steps = 0
     with model.evaluation(whole=True), _plain_generation_config(model.model):
+        if keeps_state(model) and slots > 1 and _rows_mix(model):
+            slots = 1
         for batch in _batches(prompts, slots, ragged=_takes_padding(model)):
             keys = request_keys(params.seed, params.step, [uids[i] for i in batch])
             drawn_BT, drawn_logprobs_BT = _generate(
@@ -88,6 +94,43 @@ def _takes_padding(model: InferenceModel) -> bool:
     )
 
 
+def _rows_mix(model: InferenceModel) -> bool:
+    """Whether a row decoded in a batch is answered unlike alone, as in RWKV."""
+    known = _MIXED.get(model.model)
+    if known is None:
+        vocabulary = model.model.get_input_embeddings().num_embeddings
+        ids = (torch.arange(5, 11, device=model.device) % vocabulary).view(2, 3)
+        alone = torch.cat([_two_logits(model, row) for row in ids.split(1)])
+        gap = (_two_logits(model, ids) - alone).norm(dim=-1)
+        size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
+        known = bool((gap > tolerance(model.dtype) * size).any())
+        _MIXED[model.model] = known
+    return known
+
+
+def _two_logits(model: InferenceModel, ids: torch.Tensor) -> torch.Tensor:
+    """[B, 2, V] fp32 logits of the next two tokens."""
+    _clear_state(model)
+    output = model.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=GenerationConfig(
+            max_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True,
+            return_dict_in_generate=True,
+        ),
+    )  # fmt: skip
+    return torch.stack(output.logits, dim=1).float()
+
+
+def _clear_state(model: InferenceModel) -> None:
+    """Forget the last call's rows.
+
+    RecurrentGemma keeps its state in the module, and takes a prompt of one token for the next
+    step of the last call's rows; a forward without a cache clears it.
+    """
+    model.model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
+
+
 def _batches(prompts: Sequence[Sequence[int]], slots: int, ragged: bool) -> Iterator[list[int]]:
     """Indices of each batch; not `ragged`: of one length each."""
     groups: dict[int, list[int]] = {}
@@ -111,9 +154,7 @@ def _generate(
     mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
     processor = _CounterSampler(params, keys_B.to(model.device))
     if keeps_state(model):
-        # RecurrentGemma keeps its state in the module, and takes a prompt of one token for the
-        # next step of the last call's rows; a forward without a cache clears it.
-        model.model(torch.tensor([prompts[0][:1]], device=model.device), use_cache=False)
+        _clear_state(model)
     sequences = model.model.generate(
         torch.tensor(ids, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),

@@ -1,5 +1,6 @@
 """`Generator.generate` beside transformers' own."""
 
+import inspect
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator
 from rlhf_app.hybrid_engine import generator as generator_module
+from rlhf_app.hybrid_engine.hf_arguments import read_request
 
 IDS = torch.tensor([[0, 0, 7, 8], [5, 9, 11, 13], [0, 21, 22, 23]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
@@ -156,3 +158,125 @@ def test_a_row_without_tokens_is_refused(build):
     mask[1] = 0
     with pytest.raises(ConfigError, match="row 1"):
         Generator(build("llama")).generate(IDS, mask, max_new_tokens=4)
+
+
+# Fields that the engine implements (compared with transformers above and below) or that say
+# nothing about the answer of a decoder-only model.
+IMPLEMENTED = {
+    "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id",
+    "pad_token_id", "bos_token_id", "suppress_tokens", "num_return_sequences",
+    "return_dict_in_generate", "transformers_version", "decoder_start_token_id",
+}  # fmt: skip
+# transformers reads these only when it samples.
+SAMPLING = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# transformers checks the values of these.
+VALUES = {
+    "use_cache": [False], "assistant_ensemble_weight": [0.5], "cache_implementation": ["static"],
+    "compile_config": [tf.CompileConfig()], "early_stopping": [True, "never"],
+    "watermarking_config": [tf.WatermarkingConfig()],
+}  # fmt: skip
+FIELDS = sorted(name for name in vars(tf.GenerationConfig()) if not name.startswith("_"))
+CALL = sorted(
+    set(inspect.signature(tf.GenerationMixin.generate).parameters)
+    - {"self", "inputs", "generation_config", "kwargs"}
+)
+
+
+def _reasons(model, config, **arguments):
+    return read_request(model, IDS, MASK, {"generation_config": config, **arguments}).reasons
+
+
+@pytest.fixture(scope="module")
+def llama(build):
+    return build("llama")
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in IMPLEMENTED])
+def test_every_other_field_of_the_generation_config_is_a_reason(field, llama):
+    for value in VALUES.get(field, [3, 0.25, [[5]]]):
+        config = tf.GenerationConfig(max_new_tokens=4, do_sample=field in SAMPLING)
+        setattr(config, field, value)
+        assert _reasons(llama, config) == [field]
+
+
+@pytest.mark.parametrize(
+    "field", ["forced_bos_token_id", "forced_eos_token_id", "max_time", "guidance_scale"]
+)
+def test_zero_is_a_value(field, llama):
+    config = tf.GenerationConfig(max_new_tokens=4)
+    setattr(config, field, 0)
+    assert _reasons(llama, config) == [field]
+
+
+@pytest.mark.parametrize("field", ["forced_eos_token_id", "begin_suppress_tokens", "max_time"])
+def test_a_value_of_zero_goes_to_transformers(field, build, native_calls):
+    """Token 0 forced, or forbidden first; no time at all: all change the answer."""
+    model = build("llama")
+    value = [model.generate(IDS, attention_mask=MASK, max_new_tokens=1)[0, -1].item()]
+    value = value if field == "begin_suppress_tokens" else 0
+    arguments = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 1, field: value}
+    got = Generator(model).generate(IDS, MASK, **arguments)
+    assert native_calls == []
+    assert got.tolist() == model.generate(IDS, attention_mask=MASK, **arguments).tolist()
+    plain = model.generate(IDS, attention_mask=MASK, **{**arguments, field: None})
+    assert got.tolist() != plain.tolist()
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"min_length": 0}, {"min_new_tokens": 0}, {"no_repeat_ngram_size": 0}, {"num_beams": 1},
+        {"repetition_penalty": 1.0}, {"remove_invalid_values": False}, {"min_p": None},
+        {"output_scores": False}, {"use_cache": True}, {"diversity_penalty": 0.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_switches_that_are_off_are_no_reason(off, llama):
+    assert _reasons(llama, tf.GenerationConfig(max_new_tokens=4), **off) == []
+
+
+@pytest.mark.parametrize("name", CALL)
+def test_every_argument_of_generate_is_a_reason(name, llama):
+    empty_but_there = type("Streamer", (list,), {})()
+    for value in (object(), empty_but_there):
+        if value == [] and name in ("logits_processor", "stopping_criteria"):
+            continue
+        config = tf.GenerationConfig(max_new_tokens=4)
+        assert _reasons(llama, config, **{name: value}) == [name]
+
+
+def test_the_models_own_generation_config_counts(build, native_calls):
+    model = build("llama")
+    model.generation_config = tf.GenerationConfig(repetition_penalty=1.7, pad_token_id=0)
+    got = Generator(model).generate(IDS, MASK, max_new_tokens=9)
+    assert native_calls == []
+    assert got.tolist() == model.generate(IDS, attention_mask=MASK, max_new_tokens=9).tolist()
+
+
+def test_sampling_keeps_transformers_default_of_fifty_tokens(build):
+    model = build("llama")
+    generator = Generator(model)
+    logits = model(IDS[1:2]).logits[0, -1]
+    best = set(logits.topk(50).indices.tolist())
+    arguments = {"max_new_tokens": 1, "do_sample": True, "temperature": 50.0}
+    drawn = set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        out = generator.generate(IDS[1:2], num_return_sequences=200, **arguments)
+        drawn |= set(out[:, -1].tolist())
+    assert drawn == best
+    torch.manual_seed(0)
+    out = generator.generate(IDS[1:2], num_return_sequences=400, top_k=0, **arguments)
+    assert not set(out[:, -1].tolist()) <= best
+
+
+def test_several_greedy_answers_are_transformers_own_error(build):
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        Generator(build("llama")).generate(IDS, MASK, max_new_tokens=4, num_return_sequences=2)
+
+
+def test_a_mask_of_another_shape_goes_to_transformers(llama):
+    for mask in (MASK[:, :3], MASK[:, None, None].expand(3, 1, 4, 4)):
+        config = tf.GenerationConfig(max_new_tokens=4)
+        reasons = read_request(llama, IDS, mask, {"generation_config": config}).reasons
+        assert reasons == ["an attention_mask of another shape than input_ids"]
