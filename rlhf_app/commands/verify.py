@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rlhf_app.config.schema import RunConfig
     from rlhf_app.report.verification import Verification
 
+_BUILT_IN = "built-in"
+
 
 def verify(
     model: Annotated[
@@ -143,7 +145,10 @@ def _run(
         console,
     )
     findings = json.loads(run.result("verify").read_text(encoding="utf-8"))
-    return [Verification.from_dict(values) for values in findings["ranks"]]
+    ranks = [Verification.from_dict(values) for values in findings["ranks"]]
+    for found in ranks:
+        found.model = found.model.replace(str(directory / _BUILT_IN), "the built-in model")
+    return ranks
 
 
 def _check(config: RunConfig) -> None:
@@ -159,7 +164,7 @@ def _built_in(directory: Path, seed: int) -> str:
     """The built-in model with random weights, as `rlhf train` starts from."""
     from rlhf_app.pipeline import quiet_libraries
 
-    path = directory / "built-in"
+    path = directory / _BUILT_IN
     path.mkdir()
     with quiet_libraries():
         from data_sources.embedded.base_model import build_base_model

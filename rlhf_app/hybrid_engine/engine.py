@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +32,12 @@ from rlhf_app.hybrid_engine.tensor_parallel import shared_out
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 from rlhf_app.hybrid_engine.zero3 import PinnedWeights, StreamedWeights
 from rlhf_app.training.deepspeed_module import load_deepspeed
+from rlhf_app.training.distributed import setup
 
 logger = logging.getLogger(__name__)
+
+# Set by launchers: torchrun and DeepSpeed's, then those of MPI.
+_LAUNCHED = ("RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def initialize(
@@ -84,6 +89,8 @@ def initialize(
     extras: dict[str, Any] = {}
     if distributed_port is not None:
         extras["distributed_port"] = distributed_port
+    if dist_init_required is not False and not any(name in os.environ for name in _LAUNCHED):
+        setup()  # a group of one; DeepSpeed would look for MPI
     engine, optimizer, dataloader, lr_scheduler = load_deepspeed().initialize(
         args=None if args is None else _without_config(args),
         model=model,

@@ -27,6 +27,7 @@ from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator
+from rlhf_app.hybrid_engine.rollout_check import CHECK_PROMPTS, check_rollouts
 from rlhf_app.models.limits import check_vocabulary
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
@@ -42,7 +43,7 @@ from rlhf_app.training.seeding import seed_everything
 from stages.ppo.evaluate import PolicyReport, evaluate_policy
 from stages.ppo.models import load_models
 from stages.ppo.prompts import PromptStream, rank_uids
-from stages.ppo.rollout import collect
+from stages.ppo.rollout import collect, sampling_params
 from stages.ppo.update import update_models
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,14 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     def record(kind: Literal["train", "eval"], update: int, numbers: dict[str, float]) -> None:
         metrics.write(kind=kind, step=update, total_steps=updates, **numbers)
 
+    def check() -> dict[str, float]:
+        """Nothing trains on rollouts that do not sample the policy in training."""
+        few = [stream[dist.rank * CHECK_PROMPTS + i].input_ids for i in range(CHECK_PROMPTS)]
+        params = sampling_params(models, ppo, seed=config.seed, step=0)
+        return check_rollouts(models.actor, few, params, dist)
+
+    # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
+    checks = [check()] if config.hybrid_engine.enabled else []
     before = evaluate(models.actor, models.actor)
     record("eval", 0, before.numbers())
     base = (
@@ -138,6 +147,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         record("train", update, numbers)
         models.actor.eval()  # ends the iteration that the engine's breakdown describes
         log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
+        if update == 1 and checks and ppo.actor.lora.enabled:
+            checks.append(check())  # only now do the adapters change anything
 
         # 6. Evaluate on held-out prompts.
         if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
@@ -161,6 +172,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             "startup_seconds": startup_seconds,
             "updates": updates,
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
+            "rollout_checks": checks,
             "policies": {name: report.numbers() for name, report in reports.items()},
             "samples": [
                 {"prompt": p.text, **{k: r.answers[i] for k, r in reports.items()}}
