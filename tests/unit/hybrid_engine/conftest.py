@@ -91,6 +91,10 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "mixtral": lambda: tf.MixtralConfig(
         **_LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "mixtral-eager-experts": lambda: tf.MixtralConfig(
+        **_LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        experts_implementation="eager",
+    ),
     "qwen2-moe": lambda: tf.Qwen2MoeConfig(
         **_LLAMA, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=4,
         num_experts_per_tok=2, decoder_sparse_step=2,
@@ -180,6 +184,12 @@ def build_model(family: str, seed: int = 0) -> tf.PreTrainedModel:
 def build() -> Build:
     """`build(family)` makes a fresh model."""
     return build_model
+
+
+@pytest.fixture(scope="session")
+def families() -> list[str]:
+    """Every name that `build` knows."""
+    return list(CONFIGS)
 
 
 @pytest.fixture(scope="session")
