@@ -126,6 +126,7 @@ class RankGroup:
                 rollout.timings,
                 prompt_tokens=sum(map(len, requests[self.rank].prompts)),
                 generated_tokens=sum(map(len, tokens)),
+                form=f"{rollout.timings.form} | tensor parallel {self.size}",
             ),
         )
 
