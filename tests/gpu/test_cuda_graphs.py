@@ -133,14 +133,16 @@ def test_graphs_follow_training_steps(build, prompts, single_process, stage):
         engine.eval()
         rollout = engine.rollout(prompts, GREEDY)
         assert rollout.timings.form == GRAPH
-        if len(seen) % 4 == 3:
+        compared = len(seen) % 4 == 3  # needs a second workspace
+        if compared:
             assert rollout.tokens == _eager(model).rollout(prompts, GREEDY).tokens
         seen.append(rollout.tokens)
         engine.train()
         engine.backward(engine(input_ids=batch, labels=batch).loss)
         engine.step()
-        peaks.append(torch.cuda.max_memory_allocated())
+        if not compared:
+            peaks.append(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
     assert all(a != b for a, b in itertools.pairwise(seen))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    assert max(peaks[2:]) == min(peaks[2:])
+    assert max(peaks[2:]) == min(peaks[2:]), peaks
