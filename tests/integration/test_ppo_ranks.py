@@ -1,0 +1,55 @@
+"""Rollout, scoring, update and evaluation give the same on one rank and on two, split or whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).with_name("ppo_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def run(repo_root, tmp_path_factory):
+    def start(ranks, zero_stage, weights):
+        out = tmp_path_factory.mktemp("ranks") / "out.json"
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={ranks}", str(WORKER), str(out), str(zero_stage), weights,
+            ],
+            env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=140,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(out.read_text())
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def alone(run):
+    return run(1, 0, "pinned")
+
+
+@pytest.mark.parametrize("weights", ["pinned", "unpinned"])
+def test_complaint_dsc3_one_rank_answers_with_eos_alone(run, alone, weights):
+    """Empty answers broke PPO; under ZeRO-3 a rank that stops first must not stop the others."""
+    split = run(2, 3, weights)
+    assert split["answers"] == alone["answers"]
+    assert split["texts"] == alone["texts"]
+    assert [split["answers"][f"1/{uid}"] for uid in range(4)] == [[2]] * 4
+    assert max(len(split["answers"][f"1/{uid}"]) for uid in range(4, 8)) > 5
+    gaps = {"logprob_gap_mean", "logprob_gap_max"}  # rounding noise, not a quantity
+    for mine, theirs in zip(alone["numbers"], split["numbers"], strict=True):
+        for name in mine.keys() - gaps:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=1e-5), name
+        assert theirs["logprob_gap_max"] < 1e-4
+    assert split["numbers"][0]["first_ratio"] == 1.0
+    assert split["numbers"][0]["kl_per_answer"] == 0.0
+    for mine, theirs in zip(alone["evaluations"], split["evaluations"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-5)
