@@ -218,6 +218,13 @@ def check_model_path(path: str, setting: str) -> None:
     """
     local = Path(path).expanduser()
     if local.is_dir():
+        # Beside whole weights as well: transformers would load it on top, unmerged, and a
+        # reference with adapters off would then be another model than the one named here.
+        if (local / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{setting} {path}: holds a LoRA adapter; merge it into its base "
+                "(peft's merge_and_unload) and give the merged model's directory"
+            )
         if not (local / "config.json").is_file():
             raise ConfigError(f"{setting} {path}: no config.json in this directory")
         _check_config_file(local / "config.json", f"{setting} {path}")

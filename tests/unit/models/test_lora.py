@@ -180,6 +180,12 @@ def test_a_saved_model_is_merged_and_its_adapter_beside_it(family, tokenizer, tm
     assert config["base_model_name_or_path"] == "base"
 
 
+def test_an_adapters_directory_is_no_model(tokenizer, tmp_path):
+    save_causal_lm(train_a_bit(adapt(build("llama"))), tokenizer, tmp_path / "out", DIST)
+    with pytest.raises(ConfigError, match=r"model.actor .*adapter: holds a LoRA adapter; merge"):
+        load_causal_lm(str(tmp_path / "out" / "adapter"), dtype=torch.float32, device=CPU)
+
+
 def test_without_adapters_nothing_is_added(tokenizer, tmp_path):
     model = build("llama")
     save_causal_lm(model, tokenizer, tmp_path / "out", DIST)
