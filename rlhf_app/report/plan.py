@@ -36,7 +36,7 @@ class ModelLine:
         name: directory or Hub id.
         shape: dimensions in short, or a question mark.
         parameters: exact count, or a question mark.
-        zero: ZeRO stage, or frozen.
+        trained: how, or whose weights it is otherwise.
     """
 
     stage: str
@@ -44,7 +44,7 @@ class ModelLine:
     name: str
     shape: str
     parameters: str
-    zero: str
+    trained: str
 
 
 def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
@@ -100,15 +100,22 @@ def model_lines(config: RunConfig, run: RunDirectory) -> list[ModelLine]:
     for stage in config.stages:
         inputs = stage_inputs(config, run, stage)
         if stage == "sft":
-            lines.append(_line(config, run, stage, "model", inputs["model"], config.sft))
+            lines.append(_line(config, run, stage, "model", inputs["model"], _trained(config.sft)))
         elif stage == "reward":
-            lines.append(_line(config, run, stage, "model", inputs["model"], config.reward))
+            lines.append(
+                _line(config, run, stage, "model", inputs["model"], _trained(config.reward))
+            )
         else:
+            ppo = config.ppo
+            # With adapters these two are the base alone. The reward model stays apart if it
+            # cannot read the actor's ids, which is seen when it is loaded.
+            reference = "the actor's base" if ppo.actor.lora.enabled else "frozen"
+            reward = "the critic's base, if ids are shared" if ppo.critic.lora.enabled else "frozen"
             lines += [
-                _line(config, run, stage, "actor", inputs["actor"], config.ppo.actor),
-                _line(config, run, stage, "critic", inputs["reward"], config.ppo.critic),
-                _line(config, run, stage, "reference", inputs["actor"], None),
-                _line(config, run, stage, "reward", inputs["reward"], None),
+                _line(config, run, stage, "actor", inputs["actor"], _trained(ppo.actor)),
+                _line(config, run, stage, "critic", inputs["reward"], _trained(ppo.critic)),
+                _line(config, run, stage, "reference", inputs["actor"], reference),
+                _line(config, run, stage, "reward", inputs["reward"], reward),
             ]
     return lines
 
@@ -168,7 +175,7 @@ def _line(
     stage: StageName,
     role: str,
     name: str,
-    settings: TrainableSettings | None,
+    trained: str,
 ) -> ModelLine:
     shape = _planned_shape(config, run, name)
     scalar = stage == "reward" or role in ("critic", "reward")
@@ -178,7 +185,7 @@ def _line(
         name=name,
         shape=_describe(shape),
         parameters=f"{_count(shape, scalar=scalar):,}" if shape else "?",
-        zero="frozen" if settings is None else _trained(settings),
+        trained=trained,
     )
 
 
@@ -217,7 +224,7 @@ def _models_table(config: RunConfig, run: RunDirectory, topology: Topology) -> T
     for name in ("stage", "role", "model", "shape", "parameters", "trained"):
         table.add_column(name, justify="right" if name == "parameters" else "left", overflow="fold")
     for line in model_lines(config, run):
-        table.add_row(line.stage, line.role, line.name, line.shape, line.parameters, line.zero)
+        table.add_row(line.stage, line.role, line.name, line.shape, line.parameters, line.trained)
     count = topology.num_processes
     table.caption = f"{dtype}, {count} process{'es' * (count > 1)} on {topology.device}"
     table.caption_justify = "left"

@@ -149,13 +149,22 @@ def test_models_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config = load_config(overrides=[parse_set(s) for s in sets]).config
     lines = model_lines(config, RunDirectory(Path("out")))
     # 331,196,416 of OPT-350M, and a head of 512 weights and a bias.
-    assert [(line.stage, line.role, line.parameters, line.zero) for line in lines] == [
+    assert [(line.stage, line.role, line.parameters, line.trained) for line in lines] == [
         ("sft", "model", "1,315,758,080", "ZeRO 0"),
         ("reward", "model", "331,196,929", "ZeRO 0"),
         ("ppo", "actor", "1,315,758,080", "ZeRO 2"),
         ("ppo", "critic", "331,196,929", "ZeRO 0"),
         ("ppo", "reference", "1,315,758,080", "frozen"),
         ("ppo", "reward", "331,196,929", "frozen"),
+    ]
+    lora = load_config(overrides=[parse_set(s) for s in [*sets, "lora.rank=8"]]).config
+    assert [line.trained for line in model_lines(lora, RunDirectory(Path("out")))] == [
+        "ZeRO 0, LoRA rank 8",
+        "ZeRO 0, LoRA rank 8",
+        "ZeRO 2, LoRA rank 8",
+        "ZeRO 0, LoRA rank 8",
+        "the actor's base",
+        "the critic's base, if ids are shared",
     ]
 
 
