@@ -91,7 +91,10 @@ def check_stage(stage: int) -> None:
     assert engine.global_steps == 3
     breakdown = engine.breakdown
     assert breakdown.generate > 0 < breakdown.training
-    assert breakdown.generate + breakdown.training <= breakdown.total
+    assert (breakdown.gather > 0) is (stage == 3)
+    assert breakdown.gather + breakdown.generate + breakdown.training <= breakdown.total
+    assert breakdown.samples == len(prompts) + 2  # rollout, its second call, and generate
+    assert breakdown.tokens_per_second > breakdown.samples_per_second > 0
 
 
 def main() -> None:

@@ -83,6 +83,20 @@ def test_addresses_stay_over_50_switches(group, stage, dtype):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed_sees_no_forward_of_a_rollout(group, stage, monkeypatch):
+    """Its timers would make the host wait for the device at every token."""
+    engine = engine_of(llama(), stage)
+    seen = []
+    prologue = engine.deepspeed_engine._forward_prologue
+    monkeypatch.setattr(
+        engine.deepspeed_engine, "_forward_prologue", lambda *a: (seen.append(1), prologue(*a))[1]
+    )
+    for step in range(3):
+        switch(engine, step)
+        assert len(seen) == step + 1  # the training forward
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_complaint_dsc18_100_switches_with_lora_and_gradient_checkpointing(group, stage):
     """Adapters learn, the frozen base keeps every bit, nothing moves; ZeRO-3 gives back."""
     model = llama()
