@@ -30,7 +30,7 @@ _GROUPS: dict[StageName, tuple[str, ...]] = {
 # Told by the content of the stage's inputs instead of by name.
 _BY_CONTENT = ("model.actor", "model.reward")
 _STAGE_DATA = ("data.sft", "data.reward", "data.ppo")
-_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers")
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)

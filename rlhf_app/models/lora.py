@@ -59,7 +59,8 @@ def attach(model: Any, lora: LoraSettings, *, seed: int, base: str, setting: str
     _check_not_tied(model, targets, setting)
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        # Some readers of adapter files take whole numbers only.
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(targets),
         fan_in_fan_out=any(is_conv1d(layers[name]) for name in targets),
