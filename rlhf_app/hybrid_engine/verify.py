@@ -196,8 +196,8 @@ class Verifier:
             answer(engine, self._prompts, SamplingParams(_NEW_TOKENS, greedy=True), _SLOTS),
             answer(engine, self._prompts, SamplingParams(_NEW_TOKENS, seed=self._seed)),
         ]
-        self._note_switch("generate")
         used = generator.workspace_peak_bytes
+        self._note_switch("generate", workspace=used)
         found.form = generator.form
         on = engine.settings.enabled
         found.missing = generator.capability.missing if on else "hybrid_engine.enabled"
@@ -244,9 +244,12 @@ class Verifier:
         if left > _MEMORY_SLACK + before // 100:
             self._problem(f"generate 1: {left} bytes of device memory did not come back")
 
-    def _note_switch(self, name: str, norm: float | None = None) -> None:
+    def _note_switch(
+        self, name: str, norm: float | None = None, workspace: int | None = None
+    ) -> None:
         now, peak = memory_use(self._dist.device)
-        workspace = self._engine.generator.workspace_bytes
+        if workspace is None:
+            workspace = self._engine.generator.workspace_bytes
         self._found.switches.append(Switch(name, norm, now, peak, workspace))
 
     def _problem(self, text: str) -> None:

@@ -60,7 +60,7 @@ class Switch:
         logits_norm: Frobenius norm of the training forward's logits; None after other steps.
         bytes: device memory allocated by tensors; on the CPU the process's resident memory.
         peak_bytes: most of it during the step; on the CPU since the start of the process.
-        workspace_bytes: of it, the KV workspace.
+        workspace_bytes: of the peak, the KV workspace.
     """
 
     name: str

@@ -32,6 +32,7 @@ def check_all_is_well(rank):
     assert all(greedy["tokens"] == 16 * greedy["rows"] for greedy in rank["greedy"])
     for gap in rank["gaps"]:
         assert 0 < gap["mean"] <= gap["max"] < 1e-4  # fp32
+        assert gap["mean_bound"] < 1e-4
         assert gap["tokens"] == 2 * rank["greedy"][0]["tokens"]  # greedy and sampled
     assert rank["logits_change"] > 0.01
     assert rank["breakdown"].startswith("E2E latency=")
@@ -108,7 +109,7 @@ def test_a_model_outside_the_workspace_says_what_it_lacks(run_cli, tmp_path):
         ("decoding from old weights", "generate 2: not Hugging Face's greedy tokens"),
     ],
 )
-def test_complaint_dsc_1_verify_finds_a_broken_engine(fault, reason, run_cli, tmp_path):
+def test_complaint_dsc1_verify_finds_a_broken_engine(fault, reason, run_cli, tmp_path):
     """Exit 1, and one line that says what is wrong."""
     done = run_cli("verify", env=plant(fault, tmp_path / "fault"))
     assert done.returncode == 1
@@ -117,7 +118,7 @@ def test_complaint_dsc_1_verify_finds_a_broken_engine(fault, reason, run_cli, tm
 
 
 @pytest.mark.slow
-def test_complaint_dsc_1_ppo_does_not_start_on_a_broken_engine(
+def test_complaint_dsc1_ppo_does_not_start_on_a_broken_engine(
     run_cli, run_stage, tiny_lm, tmp_path
 ):
     """Fails before the first update, naming the way out; with that, it trains."""
@@ -142,7 +143,7 @@ def test_complaint_dsc_1_ppo_does_not_start_on_a_broken_engine(
     assert broken.returncode == 1
     assert "RolloutMismatch: rollouts do not sample the policy that trains" in broken.stderr
     assert "hybrid_engine.enabled: false" in broken.stderr
-    assert not (tmp_path / "broken" / "ppo" / "metrics.jsonl").exists()
+    assert (tmp_path / "broken" / "ppo" / "metrics.jsonl").read_text() == ""
     off = ["--set", "hybrid_engine.enabled=false", "--output-dir", "off"]
     assert run_cli(*command, *off, env=fault).returncode == 0
     right = run_cli(*command, "--output-dir", "right")

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import transformers as tf
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import HybridEngine, SamplingParams
@@ -96,7 +97,7 @@ def test_it_takes_less_than_a_second(build, prompts):
 
 @pytest.mark.parametrize("fault", ["wrong_positions", "wrong_cache"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_complaint_dsc_1_an_engine_that_decodes_wrongly_is_caught(
+def test_complaint_dsc1_an_engine_that_decodes_wrongly_is_caught(
     fault, dtype, build, prompts, request
 ):
     """Repeats and gibberish with the engine on: found before training, with the way out."""
@@ -104,6 +105,21 @@ def test_complaint_dsc_1_an_engine_that_decodes_wrongly_is_caught(
     check_rollouts(engine, prompts, SamplingParams(8), ALONE)
     request.getfixturevalue(fault)
     with pytest.raises(RolloutMismatch, match=r"hybrid_engine\.enabled: false"):
+        check_rollouts(engine, prompts, SamplingParams(8), ALONE)
+
+
+@pytest.mark.parametrize("fault", ["wrong_positions", "wrong_cache"])
+def test_an_untrained_model_hides_no_error(fault, prompts, request):
+    """Its log-probs hardly depend on the prompt: a wrong one is off by a thousandth of a nat."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    engine = engine_of(tf.LlamaForCausalLM(config))
+    check_rollouts(engine, prompts, SamplingParams(8), ALONE)
+    request.getfixturevalue(fault)
+    with pytest.raises(RolloutMismatch):
         check_rollouts(engine, prompts, SamplingParams(8), ALONE)
 
 
