@@ -23,11 +23,11 @@ from rlhf_app.models.scalar_head import (
     new_scalar_model,
     read_reward_facts,
 )
-from rlhf_app.models.shared_base import CriticOverReward, ReferenceView, RewardView
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
 from stages.ppo.reward import RewardScorer
+from stages.ppo.shared_base import CriticOverReward, ReferenceView, RewardView
 
 log = logging.getLogger(__name__)
 

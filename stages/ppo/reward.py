@@ -16,9 +16,9 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat, UnsupportedTurns
 from rlhf_app.models.load import model_max_length
 from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
-from rlhf_app.models.shared_base import RewardView
 from stages.ppo.experience import Answers, lay_out
 from stages.ppo.rewards import penalise_missing_eos
+from stages.ppo.shared_base import RewardView
 
 
 @dataclass(frozen=True)
