@@ -18,7 +18,7 @@ def most_positions(config: Any) -> int | None:
     if any(kind == "dynamic" for kind, _ in _ropes(config)):
         return None  # its table grows with the row
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None  # XLNet says -1
 
 
 def batch_dependent_from(config: Any) -> int | None:

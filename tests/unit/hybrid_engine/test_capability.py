@@ -126,6 +126,7 @@ def test_a_rope_per_kind_of_layer_is_looked_into():
     )
     assert batch_dependent_from(config) == 128
     assert most_positions(config) is None
+    assert most_positions(SimpleNamespace(max_position_embeddings=-1)) is None
 
 
 @pytest.mark.parametrize(

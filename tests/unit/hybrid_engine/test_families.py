@@ -4,9 +4,11 @@ import pytest
 import torch
 import transformers as tf
 
+from rlhf_app.config.lora import LoraSettings
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.hybrid_engine.attention import NAME
+from rlhf_app.models.lora import attach
 
 # Through transformers' attention interface, and through an adapter.
 INTERFACE = [
@@ -117,6 +119,20 @@ def test_rope_that_depends_on_the_batch_is_served_up_to_its_limit(
     alone = [hf_greedy(model, [prompt], 14)[0] for prompt in prompts]
     assert long == alone
     assert long != hf_greedy(model, prompts, 14), "padding does not matter: nothing is tested"
+
+
+@pytest.mark.parametrize("family", ["gpt-neo", "bloom", "falcon-gqa"])
+def test_adapters_serve_low_rank_layers(family, build, prompts, hf_greedy, assert_same_greedy):
+    model = build(family)
+    without = Generator(model).rollout(prompts, SamplingParams(10, greedy=True)).tokens
+    attach(model, LoraSettings(rank=4), seed=0, base=family, setting="actor.lora")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.05)
+    got = Generator(model).rollout(prompts, SamplingParams(10, greedy=True)).tokens
+    assert got != without
+    assert_same_greedy(model, prompts, got, hf_greedy(model, prompts, 10))
 
 
 @pytest.mark.parametrize("family", ADAPTED)
