@@ -444,6 +444,13 @@ def check_groups() -> None:
             )  # fmt: skip
             update(engine)
             refresh(reference, model)
+    # Weights come from all four ranks: what one of them cannot do, neither group does.
+    with pytest.raises(ConfigError, match="prompt 0 is empty"):
+        engine.rollout([[]] if rank == 3 else prompts, GREEDY)
+    ids, mask = torch.tensor([[5, 6, 7]]), torch.tensor([[1, int(rank > 0), 1]])
+    arguments = {"max_new_tokens": 4, "do_sample": False}
+    got = engine.generate(ids, mask, **arguments)
+    assert got.tolist() == reference.generate(ids, attention_mask=mask, **arguments).tolist()
     # Four ranks in one group of four.
     model = build_model("opt")
     reference = copy.deepcopy(model)
