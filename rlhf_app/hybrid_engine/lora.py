@@ -102,7 +102,8 @@ def rollout_forward(model: nn.Module, mode: RolloutMode = "unfused") -> Iterator
             if adapter is None or "forward" in layer.__dict__:
                 continue
             # A head tied to the embedding must not take the embedding along.
-            if mode == "fused" and uses[id(adapter.base.weight)] == 1:
+            shared = uses[id(adapter.base.weight)] > 1
+            if mode == "fused" and adapter.can_fuse and not shared:
                 installed.fuse(layer, adapter, name)
             elif _needs_no_casts(adapter):
                 installed.forward(layer, _Unfused(adapter))

@@ -16,13 +16,16 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+# Of weights that are what they say; quantised ones are integers or 8-bit floats.
+_FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
 
 @dataclass(frozen=True, slots=True)
 class PlainAdapter:
     """A layer that computes W x + bias + scaling * B (A x), and nothing else.
 
     Attributes:
-        base: the frozen layer; its weight is [O, I], or [I, O] in GPT-2's Conv1D.
+        base: the frozen layer, a Linear of any class or GPT-2's Conv1D.
         a_rI: [r, I] weight of A.
         b_Or: [O, r] weight of B.
         scaling: alpha / r, or alpha / sqrt(r).
@@ -32,6 +35,11 @@ class PlainAdapter:
     a_rI: torch.Tensor
     b_Or: torch.Tensor
     scaling: float
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the base is known to multiply by its weight as it is: [O, I], Conv1D [I, O]."""
+        return type(self.base) in (nn.Linear, Conv1D)
 
     def fused_weight(self) -> torch.Tensor:
         """The base's weight with the adapter's product added, in fp32 and the base's layout."""
@@ -92,8 +100,8 @@ def plain_adapter(layer: Any) -> PlainAdapter | None:
 
     Returns:
         None where the adapter is off, merged, one of several, of a variant such as DoRA, with
-        a bias or with dropout that is on, or where the base is no plain matrix (quantised, an
-        embedding): only peft's own forward then knows what to do.
+        a bias or with dropout that is on, or where the base is quantised or an embedding: only
+        peft's own forward then knows what to do.
     """
     if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged:
         return None
@@ -104,6 +112,8 @@ def plain_adapter(layer: Any) -> PlainAdapter | None:
     base, a, b = layer.get_base_layer(), layer.lora_A[name], layer.lora_B[name]
     dropout = layer.lora_dropout[name]
     dropping = dropout.training and getattr(dropout, "p", 0.0) > 0
-    if type(base) not in (nn.Linear, Conv1D) or b.bias is not None or dropping:
+    if not isinstance(base, nn.Linear | Conv1D) or b.bias is not None or dropping:
+        return None
+    if base.weight.dtype not in _FLOATS:
         return None
     return PlainAdapter(base, a.weight, b.weight, float(layer.scaling[name]))

@@ -18,7 +18,8 @@ from rlhf_app.hybrid_engine.lora import adapter_off, rollout_forward, rollout_st
 from rlhf_app.models.lora import attach
 from rlhf_app.training.distributed import close, setup
 
-FAMILIES = ["opt", "opt-350m", "gpt2", "llama", "gemma2", "phi3", "mixtral"]
+# Falcon's linear layers are a class of its own.
+FAMILIES = ["opt", "opt-350m", "gpt2", "llama", "gemma2", "phi3", "mixtral", "falcon"]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [20, 21, 22, 23, 24, 25]])
 GREEDY = SamplingParams(12, greedy=True, suppress_ids=(2,))
 
@@ -114,6 +115,9 @@ def test_both_rollouts_are_the_policy_that_trains(
     assert max((a - b).abs().max() for a, b in pairs) < 1e-4
     assert torch.equal(logits(model), before)
     assert bits(model) == hashed
+    with torch.no_grad(), rollout_forward(model, "fused"):
+        kinds = {m.forward.kind for m in model.modules() if "forward" in m.__dict__}
+    assert kinds == {"unfused" if family == "falcon" else "fused"}
 
 
 class Products(TorchDispatchMode):
