@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
 from rlhf_app.hybrid_engine.engine import Breakdown, HybridEngine, initialize, weights_of
-from rlhf_app.hybrid_engine.generator import GenerateOutput, Generator
+from rlhf_app.hybrid_engine.generate_output import GenerateOutput
+from rlhf_app.hybrid_engine.generator import Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 
 __all__ = [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
@@ -17,6 +15,7 @@ from rlhf_app.hybrid_engine.capability import Capability, probe, require_decoder
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
 from rlhf_app.hybrid_engine.decode_state import DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
+from rlhf_app.hybrid_engine.generate_output import as_output
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, free_bytes
@@ -24,7 +23,7 @@ from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.sampling import SamplingParams, request_keys
 from rlhf_app.hybrid_engine.tensor_parallel import SlicedWeights, warn_whole
-from rlhf_app.hybrid_engine.tp_group import RankRequest
+from rlhf_app.hybrid_engine.tp_group import RankRequest, merged
 from rlhf_app.hybrid_engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -38,18 +37,6 @@ _SHARE_RELEASED, _SHARE_KEPT = 0.8, 0.5
 
 def _rounded(positions: int) -> int:
     return -(-positions // _POSITION_MULTIPLE) * _POSITION_MULTIPLE
-
-
-@dataclass
-class GenerateOutput(GenerateDecoderOnlyOutput):
-    """What `generate(return_dict_in_generate=True)` returns.
-
-    Attributes:
-        sequences: [B, P + T] int64, prompt and answer; rows that ended early are padded.
-        logprobs: [B, T] fp32, log-probs of the sampled distribution; 0 on padding.
-    """
-
-    logprobs: torch.Tensor | None = None
 
 
 class Generator:
@@ -120,33 +107,27 @@ class Generator:
         longest = max(map(len, prompts), default=0) + params.max_new_tokens
         if self._sliced is not None:
             longest = self._sliced.group.longest(longest)
+        slots = min(len(prompts), max_slots or len(prompts))
         if not self._serves(longest):
-            slots = min(len(prompts), max_slots or len(prompts))
             return self._count(native_rollout(self._model, prompts, uids, params, slots))
-        slots = min(len(prompts), max_slots or self._slots_that_fit(longest) or len(prompts))
-        keys = request_keys(params.seed, params.step, uids)
+        request = RankRequest(
+            prompts=[list(prompt) for prompt in prompts],
+            keys=request_keys(params.seed, params.step, uids).tolist(),
+            params=params,
+            slots=slots,
+            room=None if max_slots else self._slots_that_fit(longest),
+        )
         if self._sliced is None:
-            return self._count(self._run(prompts, keys, params, slots, longest))
+            return self._count(self._run(merged([request]), longest))
         group = self._sliced.group
-        mine = RankRequest([list(prompt) for prompt in prompts], keys.tolist(), params, slots)
-        requests = group.gather(mine)
-        rows = [prompt for request in requests for prompt in request.prompts]
-        keys = torch.tensor([key for request in requests for key in request.keys])
-        slots = sum(request.slots for request in requests)
-        return self._count(group.own(self._run(rows, keys, params, slots, longest), requests))
+        requests = group.gather(request)
+        return self._count(group.own(self._run(merged(requests), longest), requests))
 
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        keys_N: torch.Tensor,
-        params: SamplingParams,
-        slots: int,
-        longest: int,
-    ) -> Rollout:
+    def _run(self, request: RankRequest, longest: int) -> Rollout:
         """Decode over the workspace."""
         error: Exception | None = None
         try:
-            workspace = self._borrow(slots, longest)
+            workspace = self._borrow(request.slots, longest)
         except RuntimeError as found:
             error = found
         self._raise(error)
@@ -157,8 +138,10 @@ class Generator:
         try:
             with self._model.session():
                 return DecodeLoop(
-                    self._model, workspace, self._state, self._step, prompts, keys_N, params, slots
-                ).run()
+                    self._model, workspace, self._state, self._step,
+                    request.prompts, torch.tensor(request.keys, dtype=torch.int64),
+                    request.params, request.slots,
+                ).run()  # fmt: skip
         finally:
             if self._settings.release_inference_cache:
                 self.release()
@@ -204,7 +187,7 @@ class Generator:
                     input_ids, attention_mask=attention_mask, **arguments
                 )
         assert request.params is not None
-        return _as_output(self.rollout(request.prompts, request.params), request, input_ids)
+        return as_output(self.rollout(request.prompts, request.params), request, input_ids)
 
     def _read(
         self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, arguments: dict[str, Any]
@@ -345,16 +328,3 @@ class Generator:
                     f"a prompt of {longest} tokens and max_new_tokens {params.max_new_tokens} "
                     f"exceed {name} ({limit}): shorten one of them"
                 )
-
-
-def _as_output(rollout: Rollout, request: Request, input_ids: torch.Tensor) -> Any:
-    """Answers behind their prompts, in the shape that transformers returns."""
-    copies = len(rollout.tokens) // input_ids.shape[0]
-    longest = max(map(len, rollout.tokens))
-    padded = [row + [request.pad_id] * (longest - len(row)) for row in rollout.tokens]
-    answers = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
-    sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0), answers], dim=1)
-    if not request.return_dict:
-        return sequences
-    logprobs = torch.nn.utils.rnn.pad_sequence(rollout.logprobs, batch_first=True)
-    return GenerateOutput(sequences=sequences, logprobs=logprobs.to(input_ids.device))

@@ -30,12 +30,30 @@ class RankRequest:
         keys: one int64 per request, the start of its random stream.
         params: how tokens are drawn; their seed and step are in the keys already.
         slots: rows that this rank alone would decode at once.
+        room: rows that find room in its memory, or None when that is not asked.
     """
 
     prompts: list[list[int]]
     keys: list[int]
     params: SamplingParams
     slots: int
+    room: int | None = None
+
+
+def merged(requests: Sequence[RankRequest]) -> RankRequest:
+    """One request for the rows of all ranks, in rank order.
+
+    Args:
+        requests: with the same sampling parameters but for seed and step.
+    """
+    # Each rank holds its part of every row: as many rows as fit on the fullest rank.
+    rooms = [request.room for request in requests if request.room is not None]
+    return RankRequest(
+        prompts=[prompt for request in requests for prompt in request.prompts],
+        keys=[key for request in requests for key in request.keys],
+        params=requests[0].params,
+        slots=min([sum(request.slots for request in requests), *rooms]),
+    )
 
 
 class RankGroup:
@@ -101,11 +119,13 @@ class RankGroup:
             request: of this rank.
 
         Raises:
-            ConfigError: the ranks want different sampling.
+            ConfigError: the ranks want different sampling, or no rank has a prompt.
         """
         requests: list[RankRequest] = self._all(request, self._group)
         for rank, other in enumerate(requests):
             _check_alike(requests[0].params, other.params, self._first, self._first + rank)
+        if not any(request.prompts for request in requests):
+            raise ConfigError("rollout: no prompts were given on any rank")
         return requests
 
     def own(self, rollout: Rollout, requests: Sequence[RankRequest]) -> Rollout:

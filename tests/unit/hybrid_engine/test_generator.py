@@ -222,7 +222,7 @@ def test_rows_at_once_are_bounded_by_free_memory(release, rows, build, prompts, 
     monkeypatch.setattr(InferenceModel, "device", _CudaByName())
     seen = []
     monkeypatch.setattr(
-        Generator, "_run", lambda s, p, k, params, slots, n: (seen.append(slots), want)[1]
+        Generator, "_run", lambda self, request, longest: (seen.append(request.slots), want)[1]
     )
     generator.rollout(prompts, SamplingParams(4))
     generator.rollout(prompts, SamplingParams(4), max_slots=9)

@@ -7,8 +7,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.sampling import SamplingParams
 from rlhf_app.hybrid_engine.tensor_parallel import SlicedWeights
-from rlhf_app.hybrid_engine.tp_group import RankGroup
+from rlhf_app.hybrid_engine.tp_group import RankGroup, RankRequest, merged
 from rlhf_app.hybrid_engine.tp_plans import NotSliceable, slicing_plan
 from rlhf_app.hybrid_engine.weights import ResidentWeights
 
@@ -166,6 +167,20 @@ def _strange_style(build):
 def test_reasons_not_to_slice(build, make, reason):
     with pytest.raises(NotSliceable, match=reason):
         slicing_plan(make(build), 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "rooms", "want"),
+    [((3, 2), (None, None), 5), ((3, 2), (9, 7), 5), ((300, 200), (90, 70), 70)],
+)
+def test_rows_at_once_are_bounded_by_the_fullest_rank(slots, rooms, want):
+    params = SamplingParams(4)
+    requests = [
+        RankRequest([[5], [6, 7]][:n], [11, 12][:n], params, slot, room)
+        for n, slot, room in zip((1, 2), slots, rooms, strict=True)
+    ]
+    got = merged(requests)
+    assert (got.prompts, got.keys, got.slots) == ([[5], [5], [6, 7]], [11, 11, 12], want)
 
 
 def test_a_group_needs_its_processes():

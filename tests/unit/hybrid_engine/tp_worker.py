@@ -288,6 +288,8 @@ def check_errors() -> None:
             engine.generate(torch.tensor([[5]]), mask, max_new_tokens=2)
         with pytest.raises(ConfigError, match=r"temperature is 1.0 on rank 0 and 0.5 on rank 1"):
             engine.rollout(prompts, SamplingParams(4, temperature=0.5 if rank else 1.0))
+        with pytest.raises(ConfigError, match="no prompts were given on any rank"):
+            engine.rollout([], GREEDY)
         with pytest.raises(ConfigError, match="max_new_tokens is 3 on rank 0 and 4 on rank 1"):
             engine.rollout(prompts, SamplingParams(3 + rank))
 
