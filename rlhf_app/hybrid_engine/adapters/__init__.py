@@ -23,6 +23,16 @@ _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
 }
 
 
+def register(kind: type[nn.Module], forward: Callable[..., Any]) -> None:
+    """Serve one more kind of attention layer; worked example in docs/hybrid_engine.md.
+
+    Args:
+        kind: the layers' class; a class that is known already gets the new forward.
+        forward: called as forward(layer, *args, **kwargs) in place of the layer's own.
+    """
+    _FORWARDS[kind] = forward
+
+
 def needed(model: nn.Module) -> bool:
     """Whether some layer of the model is served by an adapter.
 
