@@ -1,7 +1,8 @@
-"""One rollout and update over any number of ranks: `ppo_ranks.py OUT ZERO_STAGE PINNED`.
+"""One rollout and update over any number of ranks: `ppo_ranks.py OUT ZERO_STAGE WEIGHTS`.
 
 Half of the eight prompts end with a token after which the actor can only stop. With two ranks
-they are rank 0's, whose answers are then single EOS tokens. Rank 0 writes OUT.json.
+they are rank 0's, whose answers are then single EOS tokens. WEIGHTS is pinned, unpinned or native
+(unpinned, and transformers' own generate). Rank 0 writes OUT.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from stage_runs import split_small_weights
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from data_sources.examples import PromptExample
@@ -63,7 +65,6 @@ def build(ppo: PPOConfig, hybrid: HybridEngineSettings, dist: Dist) -> PPOModels
         actor.lm_head.weight[EOS] += 2.5 * direction
     critic = ScalarHeadModel(LlamaModel(config), ScalarHead(32))
     reward = copy.deepcopy(critic).eval().requires_grad_(False)
-    # Matrices must be larger than what ZeRO-3 leaves whole, else it has nothing to do.
     steps = {"micro_batch_size": ppo.micro_batch_size, "total_steps": 8, "dtype": torch.float32}
     return PPOModels(
         reference=copy.deepcopy(actor).eval().requires_grad_(False),
@@ -77,14 +78,17 @@ def build(ppo: PPOConfig, hybrid: HybridEngineSettings, dist: Dist) -> PPOModels
     )
 
 
-def main(out: Path, zero_stage: int, pinned: bool) -> None:
+def main(out: Path, zero_stage: int, weights: str) -> None:
+    split_small_weights()
     dist = setup()
     trained = {"zero_stage": zero_stage, "learning_rate": 3e-3, "lr_schedule": "constant"}
     ppo = PPOConfig(
         actor=trained, critic=trained, rollout_batch_size=8, micro_batch_size=2, ppo_epochs=2,
         max_prompt_length=8, max_response_length=10,
     )  # fmt: skip
-    hybrid = HybridEngineSettings(pin_parameters=pinned, tp_gather_partition_size=1)
+    hybrid = HybridEngineSettings(
+        pin_parameters=weights == "pinned", enabled=weights != "native", tp_gather_partition_size=1
+    )
     models = build(ppo, hybrid, dist)
     uids = rank_uids(ppo, dist)
     numbers, answers = [], {}
@@ -120,5 +124,5 @@ def main(out: Path, zero_stage: int, pinned: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "pinned")
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     leave(0)

@@ -36,7 +36,7 @@ def alone(run):
     return run(1, 0, "pinned")
 
 
-@pytest.mark.parametrize("weights", ["pinned", "unpinned"])
+@pytest.mark.parametrize("weights", ["pinned", "unpinned", "native"])
 def test_complaint_dsc3_one_rank_answers_with_eos_alone(run, alone, weights):
     """Empty answers broke PPO; under ZeRO-3 a rank that stops first must not stop the others."""
     split = run(2, 3, weights)
