@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rlhf_app.config.schema import RunConfig
-from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.decode_step import RECAPTURE_PAYS_TOKENS
 from rlhf_app.hybrid_engine.engine import HybridEngine, initialize
 from rlhf_app.hybrid_engine.hf_greedy import compare_with_hf
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
@@ -40,7 +40,8 @@ from rlhf_app.training.seeding import seed_everything
 
 # Prompts of a rank, longest last; the first is as short as can be.
 _LENGTHS = (1, 5, 12, 9)
-_NEW_TOKENS = 16
+# Long enough for CUDA graphs in every mode.
+_NEW_TOKENS = RECAPTURE_PAYS_TOKENS + 8
 # Fewer than prompts: a slot is refilled.
 _SLOTS = 3
 # One Adam step of this size moves every trained weight, in bf16 as well.
@@ -135,7 +136,9 @@ class Verifier:
         self._engine = engine
         self._dist = dist
         self._seed = seed
-        self._prompts = _prompts(engine.module, seed, dist.rank)
+        positions = model_max_length(engine.module.config)
+        self._new_tokens = min(_NEW_TOKENS, positions // 2)
+        self._prompts = _prompts(engine.module, seed, dist.rank, positions - self._new_tokens)
         self._places = WeightPlaces(engine.module)
 
     def run(self, description: str) -> Verification:
@@ -193,8 +196,8 @@ class Verifier:
         self._places.note()
         reset_peak(self._dist.device)
         answered = [
-            answer(engine, self._prompts, SamplingParams(_NEW_TOKENS, greedy=True), _SLOTS),
-            answer(engine, self._prompts, SamplingParams(_NEW_TOKENS, seed=self._seed)),
+            answer(engine, self._prompts, SamplingParams(self._new_tokens, greedy=True), _SLOTS),
+            answer(engine, self._prompts, SamplingParams(self._new_tokens, seed=self._seed)),
         ]
         used = generator.workspace_peak_bytes
         self._note_switch("generate", workspace=used)
@@ -256,15 +259,19 @@ class Verifier:
         self._found.problems.append(text)
 
 
-def _prompts(model: Any, seed: int, rank: int) -> list[list[int]]:
-    """Random ids, other ones on every rank and one prompt fewer on every second."""
-    positions = model_max_length(model.config)
-    if positions <= _NEW_TOKENS:
-        raise ConfigError(f"--model has {positions} positions: at least {_NEW_TOKENS + 1} needed")
-    config = model.config.get_text_config()
+def _prompts(model: Any, seed: int, rank: int, room: int) -> list[list[int]]:
+    """Random ids, other ones on every rank and one prompt fewer on every second.
+
+    Args:
+        model: whose ids.
+        seed: of the run.
+        rank: of this process.
+        room: most tokens of a prompt.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
     draw = random.Random(f"{seed} {rank}")
     return [
-        [draw.randrange(config.vocab_size) for _ in range(min(length, positions - _NEW_TOKENS))]
+        [draw.randrange(vocabulary) for _ in range(min(length, room))]
         for length in _LENGTHS[: len(_LENGTHS) - rank % 2]
     ]
 

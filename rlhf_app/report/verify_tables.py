@@ -47,7 +47,7 @@ def rows(found: Verification) -> list[tuple[str, str]]:
         ("weights", found.weights),
         ("KV workspace", found.workspace),
         ("breakdown", found.breakdown),
-        ("result", "; ".join(found.problems) or "all equal"),
+        ("result", "; ".join(found.problems) or "no mismatch"),
     ]
 
 

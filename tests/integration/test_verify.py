@@ -29,7 +29,7 @@ def check_all_is_well(rank):
     assert norms[0] == norms[2] != norms[5]
     assert norms[1] is norms[3] is norms[4] is None
     assert [greedy["different_rows"] for greedy in rank["greedy"]] == [0, 0]
-    assert all(greedy["tokens"] == 16 * greedy["rows"] for greedy in rank["greedy"])
+    assert all(greedy["tokens"] == 40 * greedy["rows"] for greedy in rank["greedy"])
     for gap in rank["gaps"]:
         assert 0 < gap["mean"] <= gap["max"] < 1e-4  # fp32
         assert gap["mean_bound"] < 1e-4
@@ -56,7 +56,7 @@ def test_the_table_of_a_trained_model(run_cli, shared_dir):
     assert "ZeRO 1, bfloat16, 1 process on cpu, LoRA rank 4, unfused" in done.stdout
     for label in (
         "logits norm", "decode form", "greedy tokens 2 against Hugging Face",
-        "log-probs 2 against training", "all at their address", "E2E latency=", "all equal",
+        "log-probs 2 against training", "all at their address", "E2E latency=", "no mismatch",
     ):  # fmt: skip
         assert label in done.stdout
 

@@ -48,7 +48,14 @@ COMMON = {
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["ppo", "-h"], ["--version"], ["data", "--help"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["ppo", "-h"],
+        ["--version"],
+        ["data", "--help"],
+        ["verify", "--help"],
+    ],
 )
 def test_help_imports_nothing_heavy(repo_root: Path, arguments: list[str]) -> None:
     done = subprocess.run(
