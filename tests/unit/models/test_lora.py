@@ -31,7 +31,7 @@ IDS = torch.arange(3, 19).view(2, 8)
 COMMON = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 1}
 CONFIGS = {
     "llama": lambda: tf.LlamaConfig(
-        **COMMON, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        **COMMON, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
         initializer_range=0.3, tie_word_embeddings=True,
     ),
@@ -45,7 +45,8 @@ CONFIGS = {
     ),
 }  # fmt: skip
 # Linear layers of each, counted by hand: attention, feed-forward, projections; no head.
-LAYERS = {"llama": 2 * 7, "gpt2": 2 * 4, "opt-350m": 2 * 6 + 2}
+# From 20 on peft shortens its list of names.
+LAYERS = {"llama": 3 * 7, "gpt2": 2 * 4, "opt-350m": 2 * 6 + 2}
 NAMES = {
     "llama": "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
     "gpt2": "c_attn, c_fc, c_proj",
@@ -125,7 +126,7 @@ def test_one_unknown_name_among_known_ones_is_an_error():
     with pytest.raises(ConfigError, match="is called 'query'"):
         adapt(build("llama"), target_modules=["q_proj", "query"])
     model = adapt(build("llama"), target_modules=["q_proj", "layers.1.mlp.up_proj"])
-    assert sum(p.requires_grad for p in model.parameters()) == 2 * 3
+    assert sum(p.requires_grad for p in model.parameters()) == 2 * 4
 
 
 def test_tied_and_adapted_models_are_refused():
@@ -156,7 +157,7 @@ def test_merged_weights_by_hand(family):
             assert torch.allclose(merged[name].double(), want, atol=1e-6)
     plain = build(family)
     plain.load_state_dict(merged)
-    assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-5)
+    assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-4)
     assert not torch.allclose(plain(IDS).logits, build(family)(IDS).logits, atol=0.1)
 
 
@@ -168,7 +169,7 @@ def test_a_saved_model_is_merged_and_its_adapter_beside_it(family, tokenizer, tm
     state = {k: v.clone() for k, v in model.state_dict().items()}
     save_causal_lm(model, tokenizer, tmp_path / "out", DIST)
     loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.allclose(loaded(IDS).logits, want, atol=1e-5)
+    assert torch.allclose(loaded(IDS).logits, want, atol=1e-4)
     assert not any("lora" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
     # The model in training is as it was.
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -205,16 +206,16 @@ def test_a_saved_reward_model_is_merged_and_its_adapter_beside_it(family, tokeni
     want = model(IDS)
     save_scalar_model(model, tokenizer, tmp_path / "out", DIST, RewardFacts(ScoreStats(0.5, 2.0)))
     loaded = load_scalar_model(str(tmp_path / "out"), dtype=torch.float32, device=CPU)
-    assert torch.allclose(loaded(IDS), want, atol=1e-5)
+    assert torch.allclose(loaded(IDS), want, atol=1e-4)
     if family == "opt-350m":
         return  # transformers' classifier is no such model: its score layer is too wide
     classifier = tf.AutoModelForSequenceClassification
     plain = classifier.from_pretrained(tmp_path / "out").eval()
     # transformers' class knows no bias of the head.
-    assert torch.allclose(plain(IDS).logits[:, 0] + 0.25, want[:, -1], atol=1e-5)
+    assert torch.allclose(plain(IDS).logits[:, 0] + 0.25, want[:, -1], atol=1e-4)
     base = classifier.from_pretrained(tmp_path / "base", num_labels=1, pad_token_id=1)
     again = PeftModel.from_pretrained(base, str(tmp_path / "out" / "adapter")).eval()
-    assert torch.allclose(again(IDS).logits[:, 0] + 0.25, want[:, -1], atol=1e-5)
+    assert torch.allclose(again(IDS).logits[:, 0] + 0.25, want[:, -1], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
