@@ -46,7 +46,8 @@ class RolloutTimings:
         row_steps: live rows x decode steps that were run.
         prefilled_tokens: prompt tokens that went through a prefill: answers to one prompt
             share it.
-        form: how decode steps ran: "cuda graph", "eager" with the reason, or "native".
+        form: how decode steps ran: "cuda graph", "eager" with the reason, or "native"; with
+            the number of ranks where several shared the rollout.
     """
 
     prefill_seconds: float

@@ -1,8 +1,8 @@
 """One rollout and update over any number of ranks: `ppo_ranks.py OUT ZERO_STAGE WEIGHTS`.
 
 Half of the eight prompts end with a token after which the actor can only stop. With two ranks
-they are rank 0's, whose answers are then single EOS tokens. WEIGHTS is pinned, unpinned or native
-(unpinned, and transformers' own generate). Rank 0 writes OUT.
+they are rank 0's, whose answers are then single EOS tokens. WEIGHTS is pinned, unpinned, native
+(unpinned, and transformers' own generate) or sliced (tensor parallel). Rank 0 writes OUT.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def main(out: Path, zero_stage: int, weights: str) -> None:
         max_prompt_length=8, max_response_length=10,
     )  # fmt: skip
     hybrid = HybridEngineSettings(
-        pin_parameters=weights == "pinned", enabled=weights != "native", tp_gather_partition_size=1
-    )
+        pin_parameters=weights == "pinned", enabled=weights != "native", tp_gather_partition_size=1,
+        inference_tp_size=2 if weights == "sliced" else 1,
+    )  # fmt: skip
     models = build(ppo, hybrid, dist)
     uids = rank_uids(ppo, dist)
     numbers, answers = [], {}

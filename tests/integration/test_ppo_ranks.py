@@ -36,10 +36,13 @@ def alone(run):
     return run(1, 0, "pinned")
 
 
-@pytest.mark.parametrize("weights", ["pinned", "unpinned", "native"])
-def test_complaint_dsc3_one_rank_answers_with_eos_alone(run, alone, weights):
+@pytest.mark.parametrize(
+    ("stage", "weights"),
+    [(3, "pinned"), (3, "unpinned"), (3, "native"), (3, "sliced"), (0, "sliced")],
+)
+def test_complaint_dsc3_one_rank_answers_with_eos_alone(run, alone, stage, weights):
     """Empty answers broke PPO; under ZeRO-3 a rank that stops first must not stop the others."""
-    split = run(2, 3, weights)
+    split = run(2, stage, weights)
     assert split["answers"] == alone["answers"]
     assert split["texts"] == alone["texts"]
     assert [split["answers"][f"1/{uid}"] for uid in range(4)] == [[2]] * 4
