@@ -72,6 +72,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     biases_HL: torch.Tensor | None = None,
+    rounded: bool = False,
     parts: int | None = None,
 ) -> torch.Tensor:
     """Store each row's new key and value, then attend over the row.
@@ -88,6 +89,7 @@ def decode_attention(
         window: keys a query sees, itself included; None is all.
         softcap: c in c*tanh(logits/c), or None.
         biases_HL: [H, L] fp32 with unit stride along L, added to the capped logits; or None.
+        rounded: logits, bias included, are rounded to the query's dtype before the softmax.
         parts: shares of each row's positions; unset: by the size of the GPU.
 
     Returns:
@@ -121,7 +123,7 @@ def decode_attention(
         HEADS=heads, GROUP=group, SIZE=size,
         ROWS=max(_LEAST_ROWS, 1 << (group - 1).bit_length()), WIDTH=padded, BLOCK=_BLOCK,
         PARTS=parts, CAPPED=softcap is not None, WINDOWED=window is not None,
-        BIASED=biases_HL is not None, EXACT=query.dtype == torch.float32,
+        BIASED=biases_HL is not None, ROUNDED=rounded, EXACT=query.dtype == torch.float32,
         num_warps=2 if padded <= 64 else 4, num_stages=2,
     )  # fmt: skip
     if parts > 1:

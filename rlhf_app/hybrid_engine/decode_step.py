@@ -75,6 +75,7 @@ class KernelDecode:
             self.workspace.keys[call.layer], self.workspace.values[call.layer],
             self.slots_B, self.lengths_B,
             scale=call.scale, window=call.window, softcap=call.softcap, biases_HL=biases_HL,
+            rounded=call.rounded,
         )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ def attend(
     bias_head, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, BIASED: tl.constexpr, EXACT: tl.constexpr,
+    WINDOWED: tl.constexpr, BIASED: tl.constexpr, ROUNDED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One row, one kv head, one part of the positions: an online softmax (Milakov 2018)."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,6 +72,8 @@ def attend(
             place = biases + head[:, None] * bias_head + position[None, :]
             inside = (member < GROUP)[:, None] & (position < high)[None, :]
             logits += tl.load(place, mask=inside, other=0.0)
+        if ROUNDED:
+            logits = logits.to(query.dtype.element_ty).to(tl.float32)
         logits = tl.where((position < high)[None, :], logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         weight = tl.exp(logits - higher[:, None])

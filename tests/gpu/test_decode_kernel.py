@@ -79,3 +79,21 @@ def test_kernel(dtype, heads, kv_heads, size, window, softcap, biased, parts):
         torch.testing.assert_close(got[row].double(), want, atol=tolerance, rtol=tolerance)
     assert torch.equal(keys, stored[0])
     assert torch.equal(values, stored[1])
+
+
+def test_rounded_logits():
+    """BLOOM rounds logits and bias to bf16 before the softmax: here that decides the answer."""
+    size, positions = 64, 64
+    query = torch.zeros(1, 1, 1, size, device="cuda", dtype=torch.bfloat16)
+    new = torch.zeros_like(query)
+    keys = torch.zeros(1, 1, positions, size, device="cuda", dtype=torch.bfloat16)
+    values = torch.zeros_like(keys)
+    values[0, 0, 0], values[0, 0, 1] = 1.0, -1.0
+    # 256.4 and 256.9 are 256 and 256 in bf16 (its step is 2 there): two equal weights, not e**.5.
+    biases = torch.full((1, positions), -1e4, device="cuda")
+    biases[0, 0], biases[0, 1] = 256.4, 256.9
+    at = torch.tensor([0], device="cuda"), torch.tensor([5], device="cuda")
+    got = decode_kernel.decode_attention(
+        query, new, new, keys, values, *at, scale=1.0, biases_HL=biases, rounded=True
+    )
+    assert got.abs().max() == 0
