@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_app.commands import options
-from rlhf_app.errors import EXIT_FAILED, ConfigError
+from rlhf_app.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, StageFailed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,10 +79,16 @@ def verify(
     directory = Path(tempfile.mkdtemp(prefix="rlhf-verify-"))
     try:
         ranks = _run(directory, config, overrides, Console(stderr=True, highlight=False))
-    except ConfigError:
+    except StageFailed:
+        raise  # the worker's log stays: the error names it
+    except KeyboardInterrupt as interrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        cause = f" by {interrupt}" if str(interrupt) else ""
+        typer.echo(f"rlhf: interrupted{cause}; the workers are stopped", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    # A failed worker's log stays: the error names it.
     shutil.rmtree(directory, ignore_errors=True)
     if as_json:
         print(json.dumps([rank.as_dict() for rank in ranks], indent=2))

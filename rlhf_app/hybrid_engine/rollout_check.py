@@ -179,13 +179,23 @@ def _training_scores(engine: Any, answered: Answered) -> list[tuple[torch.Tensor
     for row, (prompt, tokens) in enumerate(zip(answered.prompts, answered.answers, strict=True)):
         first = len(prompt) - 1
         logits_TV = logits_RLV[row, first : first + len(tokens)].float() / params.temperature
-        # Broken weights are for the guards of training to report.
-        spread = float(logits_TV.std(-1).mean().nan_to_num(0.0, 0.0, 0.0))
+        spread = _spread(logits_TV)
         if params.suppress_ids:
             logits_TV[:, list(params.suppress_ids)] = -math.inf
         index_T1 = torch.tensor(list(tokens), device=logits_TV.device, dtype=torch.int64)[:, None]
         found.append((logits_TV.log_softmax(-1).gather(1, index_T1)[:, 0].cpu(), spread))
     return found
+
+
+def _spread(logits_TV: torch.Tensor) -> float:
+    """Standard deviation over the vocabulary, mean over tokens.
+
+    Some models give entries that are no tokens a logit of -inf: they are left out. Weights so
+    broken that nothing is left are for the guards of training to report.
+    """
+    known_TV = logits_TV.masked_fill(~logits_TV.isfinite(), math.nan)
+    centred_TV = known_TV - known_TV.nanmean(-1, keepdim=True)
+    return float(centred_TV.square().nanmean(-1).sqrt().nanmean().nan_to_num(0.0))
 
 
 def training_logits(engine: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:

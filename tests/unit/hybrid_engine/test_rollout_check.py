@@ -152,6 +152,28 @@ def test_training_logprobs_are_those_of_a_plain_forward(build):
             assert logprobs[t].item() == pytest.approx(want.item(), abs=1e-5)
 
 
+def test_entries_that_are_no_tokens_do_not_tighten_the_bound(build, prompts, monkeypatch):
+    """Logits of -inf, as models with a padded vocabulary give them."""
+    plain, padded = build("llama"), build("llama")
+    forward = type(padded).forward
+
+    def masked(*arguments, **named):
+        output = forward(padded, *arguments, **named)
+        output.logits[..., 90:] = -math.inf
+        return output
+
+    padded.forward = masked
+    bounds = []
+    for model in (plain, padded):
+        engine = engine_of(model)
+        rollout = engine.rollout(prompts[:4], SamplingParams(8))
+        answered = Answered(prompts[:4], rollout.tokens, rollout.logprobs, SamplingParams(8))
+        gap = compare(engine, [answered], ALONE)
+        assert gap.ok
+        bounds.append(gap.mean_bound)
+    assert bounds[1] == pytest.approx(bounds[0], rel=0.2)
+
+
 def test_a_sharp_model_is_judged_by_its_own_noise(build, prompts):
     """Rounding that two training forwards show themselves is no error of the rollout."""
     engine = engine_of(build("llama").to(torch.bfloat16))
