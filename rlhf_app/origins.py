@@ -13,6 +13,7 @@ import rlhf_app
 from rlhf_app.errors import ConfigError
 
 _COMPANIONS = ("stages", "data_sources")
+OWN_PACKAGES = ("rlhf_app", *_COMPANIONS)
 
 
 def check_origins() -> None:

@@ -103,7 +103,7 @@ def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:
         names = " x ".join(f"{name} {value}" for name, value in factors.items())
         nearest = max(unit, round(size / unit) * unit)
         raise ConfigError(
-            f"{key} = {size}: does not divide by {unit} ({names}); set {key} to {nearest}"
+            f"{key} = {size}: is not divisible by {unit} ({names}); set {key} to {nearest}"
         )
 
 
@@ -181,9 +181,11 @@ def _check_share(config: RunConfig, stage: StageName) -> None:
 
 
 def _check_lengths(config: RunConfig, run: RunDirectory) -> None:
+    # What stages of this command leave has the positions of its base, checked too. What lies
+    # there now may come from another command, of another model.
+    made_here = {str(run.artifact(stage)) for stage in config.stages}
     for stage in config.stages:
-        for name in sorted(set(stage_inputs(config, run, stage).values())):
-            # An artifact that is yet to be made has the positions of its base, checked too.
+        for name in sorted(set(stage_inputs(config, run, stage).values()) - made_here):
             positions = model_positions(name)
             if positions is None:
                 continue

@@ -79,6 +79,10 @@ class RunDirectory:
         """What was printed before the workers took over their own logs."""
         return self.logs(stage) / "launcher.log"
 
+    def warnings(self, stage: JobName) -> Path:
+        """What rank 0 warned of, a line each, to be shown when the stage has ended."""
+        return self.stage(stage) / "warnings.txt"
+
     def error(self, stage: JobName, rank: int) -> Path:
         """Why one worker failed, as JSON."""
         return self.stage(stage) / f"error_rank{rank}.json"

@@ -25,7 +25,7 @@ from rlhf_app.config.schema import STAGES, JobName, RunConfig
 from rlhf_app.deployment.child_process import LOG_TO_FILES, die_with_parent
 from rlhf_app.deployment.failures import WorkerError, write_error
 from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
-from rlhf_app.origins import check_origins
+from rlhf_app.origins import OWN_PACKAGES, check_origins
 from rlhf_app.run_directory import RunDirectory
 
 
@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ.get(LOG_TO_FILES) == "1":
         _redirect_output(run.log(stage, rank))
         die_with_parent(signal.SIGKILL)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s: %(message)s")
+        if rank == 0:
+            _note_warnings(run.warnings(stage))
+    _log_to_stderr(rank)
     try:
         check_origins()
         config = load_saved(run.config)
@@ -80,6 +82,22 @@ def _redirect_output(path: Path) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
+
+
+def _log_to_stderr(rank: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+
+
+def _note_warnings(path: Path) -> None:
+    """Write the warnings of this project's own code where the controller finds them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, mode="w", encoding="utf-8", delay=True)
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: record.name.split(".")[0] in OWN_PACKAGES)
+    logging.getLogger().addHandler(handler)
 
 
 def _check_device(config: RunConfig) -> None:

@@ -58,10 +58,17 @@ def run_workers(
                 _follow(process, MetricsTail(run.metrics(stage)), reporter, noted)
         finally:
             stop(process)
+    _show_warnings(run, stage, console)
     if process.returncode != 0:
         raise _failure(run, stage, num_processes, process.returncode)
     if not run.result(stage).is_file():
         raise StageFailed(f"{stage}: ended without a result (log: {run.log(stage, 0)})")
+
+
+def _show_warnings(run: RunDirectory, stage: JobName, console: Console) -> None:
+    if run.warnings(stage).is_file():
+        for line in run.warnings(stage).read_text(encoding="utf-8").splitlines():
+            console.print(f"{stage}: warning: {line}", style="yellow", markup=False)
 
 
 def _follow(

@@ -13,6 +13,7 @@ starts from exactly the policy that was trained; the adapter alone lies beside t
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def attach(model: Any, lora: LoraSettings, *, seed: int, base: str, setting: str
         lora_dropout=lora.dropout,
         target_modules=sorted(targets),
         fan_in_fan_out=any(is_conv1d(layers[name]) for name in targets),
-        base_model_name_or_path=base,
+        # A directory by its full path: the adapter is read from anywhere.
+        base_model_name_or_path=os.path.abspath(base) if os.path.isdir(base) else base,
     )
     # peft draws A from the global generator, which differs between ranks.
     with torch.random.fork_rng(devices=[]):

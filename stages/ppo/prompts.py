@@ -52,7 +52,7 @@ def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
     unit = ppo.mini_batches * ppo.micro_batch_size * dist.world_size
     if ppo.rollout_batch_size % unit:
         raise ConfigError(
-            f"ppo.rollout_batch_size = {ppo.rollout_batch_size}: does not divide by {unit} "
+            f"ppo.rollout_batch_size = {ppo.rollout_batch_size}: is not divisible by {unit} "
             f"(ppo.mini_batches x ppo.micro_batch_size x {dist.world_size} processes); "
             "start another number of processes, or change one of them"
         )

@@ -84,7 +84,7 @@ def test_embedded_default(run_cli: Run, tmp_path: Path) -> None:
 BAD = [
     (["train", "--actor-model", "./none"], "--actor-model ./none: no such directory"),
     (["train", "--set", "sft.batch_sise=8"], "did you mean sft.batch_size?"),
-    (["train", "--set", "sft.batch_size=33"], "does not divide by"),
+    (["train", "--set", "sft.batch_size=33"], "is not divisible by"),
     (["train", "--config", "none.yaml"], "none.yaml: no such configuration file"),
     (["train", "--preset", "none"], "--preset none: unknown"),
     (["train", "--step", "4"], "--step 4: '4' is no stage"),

@@ -42,7 +42,7 @@ def example(repo_root, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         rewards: dict[int, list[float]] = {}
-        for rank, reward in re.findall(r"rank (\d) step \d: reward (\S+)", done.stdout):
+        for rank, reward in re.findall(r"rank (\d) step \d: reward (\d+\.\d+)", done.stdout):
             rewards.setdefault(int(rank), []).append(float(reward))
         return rewards
 

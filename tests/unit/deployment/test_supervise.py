@@ -51,6 +51,19 @@ def test_an_interrupt_ends_the_worker_first(tmp_path: Path, signum: signal.Signa
     assert signal.getsignal(signal.SIGTERM) == before[1]
 
 
+def test_warnings_of_the_worker_reach_the_terminal(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.stage("sft").mkdir()
+    code = (
+        f"open({str(directory.warnings('sft'))!r}, 'w').write('one [slow] path\\n'); "
+        f"open({str(directory.result('sft'))!r}, 'w').write('{{}}')"
+    )
+    shown = io.StringIO()
+    argv = [sys.executable, "-c", code]
+    run_workers(argv, os.environ, directory, "sft", 1, Console(file=shown, width=100))
+    assert "sft: warning: one [slow] path" in shown.getvalue()
+
+
 def test_a_worker_that_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"sft: exit code 7: nothing was logged \(log: .*rank0"):
         run(tmp_path, "raise SystemExit(7)")

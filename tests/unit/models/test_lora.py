@@ -233,3 +233,14 @@ def test_checkpointing_gives_the_adapters_the_same_gradients(family, tmp_path):
     assert all(gradient.abs().sum() > 0 for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradients[1][name], gradient, atol=1e-6)
+
+
+def test_the_base_is_found_from_any_directory(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build("llama").save_pretrained("base")
+    model = build("llama")
+    attach(model, LoraSettings(rank=4), seed=5, base="base", setting="sft.lora")
+    save_causal_lm(model, tokenizer, tmp_path / "out", DIST)
+    monkeypatch.chdir("/")
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    tf.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])

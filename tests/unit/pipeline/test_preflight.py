@@ -39,25 +39,25 @@ SIZES = [
     (
         ["sft.batch_size=30", "sft.micro_batch_size=8"],
         1,
-        "sft.batch_size = 30: does not divide by 8 (sft.micro_batch_size 8 x processes 1); "
+        "sft.batch_size = 30: is not divisible by 8 (sft.micro_batch_size 8 x processes 1); "
         "set sft.batch_size to 32",
     ),
     (
         ["sft.batch_size=32", "sft.micro_batch_size=8"],
         3,
-        "sft.batch_size = 32: does not divide by 24 (sft.micro_batch_size 8 x processes 3); "
+        "sft.batch_size = 32: is not divisible by 24 (sft.micro_batch_size 8 x processes 3); "
         "set sft.batch_size to 24",
     ),
     (
         ["reward.batch_size=4", "reward.micro_batch_size=8"],
         1,
-        "reward.batch_size = 4: does not divide by 8 (reward.micro_batch_size 8 x processes 1); "
+        "reward.batch_size = 4: is not divisible by 8 (reward.micro_batch_size 8 x processes 1); "
         "set reward.batch_size to 8",
     ),
     (
         ["ppo.rollout_batch_size=64", "ppo.mini_batches=3", "stages=[ppo]"],
         2,
-        "ppo.rollout_batch_size = 64: does not divide by 48 (ppo.mini_batches 3 x "
+        "ppo.rollout_batch_size = 64: is not divisible by 48 (ppo.mini_batches 3 x "
         "ppo.micro_batch_size 8 x processes 2); set ppo.rollout_batch_size to 48",
     ),
     (["ppo.rollout_batch_size=63", "stages=[sft]"], 1, None),  # not a chosen stage
@@ -148,3 +148,17 @@ def test_bad_inputs(model_dir: Path, data_file: Path, sets: list[str], message: 
 )
 def test_good_inputs(model_dir: Path, data_file: Path, sets: list[str]) -> None:
     check_inputs(configure(*sets), RunDirectory(Path("out")))
+
+
+def test_what_an_earlier_command_left_does_not_bound_this_one(
+    model_dir: Path, data_file: Path
+) -> None:
+    """An `output/` of another model: reuse has its own say about that, with the way out."""
+    left = Path("out/reward/model")
+    left.mkdir(parents=True)
+    (left / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 16}')
+    check_inputs(configure(), RunDirectory(Path("out")))
+    with pytest.raises(ConfigError, match="takes 16 tokens"):
+        check_inputs(
+            configure("stages=[ppo]", "model.reward=out/reward/model"), RunDirectory(Path("out2"))
+        )
