@@ -244,8 +244,9 @@ class Decode:
             values[:rows, :, self.longest] = call.value[:, :, 0]
             start = 0 if call.window is None else max(0, end - call.window)
         else:
-            keys[self._rows, :, self.lengths_B] = call.key[:, :, 0]
-            values[self._rows, :, self.lengths_B] = call.value[:, :, 0]
+            # Under autocast keys may come in another type than the workspace's.
+            keys[self._rows, :, self.lengths_B] = call.key[:, :, 0].to(keys.dtype)
+            values[self._rows, :, self.lengths_B] = call.value[:, :, 0].to(values.dtype)
             start = 0
         # The queries of one kv head become rows of one small matrix: no copy of K and V.
         query = call.query.reshape(rows, kv_heads, heads // kv_heads, -1)

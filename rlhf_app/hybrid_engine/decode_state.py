@@ -19,6 +19,7 @@ from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, uniforms
 # Rows of the state tensor.
 TOKEN, POSITION, COUNT, REQUEST, ALIVE, STOPPED, SLOT = range(7)
 _FIELDS = 7
+_MOST_KINDS = 32  # of sampling, whose constants are kept
 
 
 def distribution(params: SamplingParams) -> SamplingParams:
@@ -40,6 +41,7 @@ class DecodeState:
         rows: [fields, S] int64. TOKEN is the last token of a row and POSITION its place in the
             row, COUNT the answer tokens drawn, REQUEST whose answer it is, ALIVE whether it
             goes on, STOPPED whether a stop id ended it, SLOT where its keys and values are.
+        constants: sampler and stop ids of the current rollout, on the device.
         agree: makes drawn tokens and log-probs [B] the same on ranks that share a rollout;
             None where there are none.
 
@@ -76,12 +78,15 @@ class DecodeState:
             self._allocate(*map(max, zip(wanted, self._size, strict=True)))
         self._nobody = self._size[0] - 1
         self._params = params
-        # Kept for good: a captured step reads the tensors in them.
+        # A captured step reads the tensors in them, and keeps them alive.
         kind = distribution(params)
         if kind not in self._constants:
+            if len(self._constants) >= _MOST_KINDS:
+                self._constants.clear()
             stop_ids = torch.tensor(params.stop_ids, device=self._device, dtype=torch.int64)
             self._constants[kind] = Sampler(params, self._device), stop_ids
-        self._sampler, self._stop_ids = self._constants[kind]
+        self.constants = self._constants[kind]
+        self._sampler, self._stop_ids = self.constants
         if not params.greedy:
             drawn = uniforms(keys_N.to(self._device), params.max_new_tokens + 1)
             self._uniforms_NT[: len(keys_N), : params.max_new_tokens + 1] = drawn

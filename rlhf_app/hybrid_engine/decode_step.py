@@ -31,6 +31,8 @@ GRAPH = "cuda graph"
 RECAPTURE_PAYS_TOKENS = 32
 # Without the kernel a graph reads a fixed number of positions: buckets of this many.
 _POSITION_BUCKET = 256
+# Kinds of sampling and of batch that come once leave graphs behind: beyond this they go.
+_MOST_GRAPHS = 256
 
 
 def bucket(rows: int, slots: int) -> int:
@@ -70,10 +72,11 @@ class KernelDecode:
         if call.alibi is not None:
             biases_HL = call.alibi.table(self.workspace.positions)
             self.kept.append(biases_HL)
+        keys, values = self.workspace.keys[call.layer], self.workspace.values[call.layer]
+        # Under autocast they may come in another type than the workspace's: mostly no-ops.
+        query, key, value = (x.to(keys.dtype) for x in (call.query, call.key, call.value))
         return decode_kernel.decode_attention(
-            call.query, call.key, call.value,
-            self.workspace.keys[call.layer], self.workspace.values[call.layer],
-            self.slots_B, self.lengths_B,
+            query, key, value, keys, values, self.slots_B, self.lengths_B,
             scale=call.scale, window=call.window, softcap=call.softcap, biases_HL=biases_HL,
             rounded=call.rounded,
         )  # fmt: skip
@@ -82,7 +85,7 @@ class KernelDecode:
 @dataclass(slots=True)
 class _Graph:
     graph: Any
-    kept: list[torch.Tensor]
+    kept: list[Any]  # what it reads beside parameters, buffers, workspace and state
 
 
 class DecodeStep:
@@ -133,7 +136,7 @@ class DecodeStep:
             return
         self._kind: Hashable = (distribution(params), slots)
         now = (self._model.fingerprint(), workspace.addresses, state.addresses)
-        if now != self._captured_at:
+        if now != self._captured_at or len(self._graphs) > _MOST_GRAPHS:
             self.drop_graphs()
             self._captured_at = now
 
@@ -190,6 +193,8 @@ class DecodeStep:
             return "enable_cuda_graph is false"
         if self._state.agree is not None:
             return "ranks exchange their parts of every step"
+        if torch.is_autocast_enabled(self._model.device.type):
+            return "autocast makes casts of the weights that a graph would not renew"
         if weights.lockstep:
             return "weights are gathered in every step"
         if not weights.settled and params.max_new_tokens < RECAPTURE_PAYS_TOKENS:
@@ -229,7 +234,7 @@ class DecodeStep:
             torch.cuda.synchronize(device)
             _renew_generator(device, random_state)
             return None
-        return _Graph(graph, kept)
+        return _Graph(graph, [*kept, self._state.constants])
 
 
 def _renew_generator(device: torch.device, state: torch.Tensor) -> None:

@@ -37,6 +37,8 @@ def split_config(args: Any, config: Any) -> tuple[dict[str, Any], HybridEngineSe
         config = named
     if config is None:
         raise ConfigError("no DeepSpeed config: pass config= or --deepspeed_config FILE")
+    if not isinstance(config, dict | str | os.PathLike) or config == "":
+        raise ConfigError(f"config is {config!r}: give a dict, a JSON file or base64 of JSON")
     ds_config = dict(config) if isinstance(config, dict) else _read(str(config))
     return ds_config, parse_block(ds_config.pop(KEY, None))
 
@@ -52,7 +54,7 @@ def parse_block(block: Any) -> HybridEngineSettings:
     """
     if block is None:
         return HybridEngineSettings()
-    if not isinstance(block, dict):
+    if not isinstance(block, dict) or not all(isinstance(key, str) for key in block):
         raise ConfigError(f"{KEY} is {block!r}: give a mapping such as {{'enabled': true}}")
     try:
         return HybridEngineSettings(**block)
@@ -67,6 +69,9 @@ def _read(config: str) -> dict[str, Any]:
     # DeepSpeed reads its files with hjson (comments, trailing commas): so must we.
     import hjson  # type: ignore[import-untyped]
 
+    looks_like_file = config.endswith((".json", ".hjson")) or os.sep in config
+    if looks_like_file and not os.path.exists(config):
+        raise ConfigError(f"config {config!r}: no such file")
     try:
         # os.path: Path.exists raises where base64 is too long for a file name.
         is_file = os.path.exists(config)
@@ -76,7 +81,7 @@ def _read(config: str) -> dict[str, Any]:
         raise ConfigError(
             f"config {config!r} is neither a JSON file nor base64 of JSON: {error}"
         ) from error
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict) or not text.strip():
         raise ConfigError(f"config {config!r} holds no JSON object")
     return loaded
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from rlhf_app.config.schema import HybridEngineSettings
+from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.ds_settings import split_config
 from rlhf_app.hybrid_engine.generator import Generator
@@ -83,6 +84,8 @@ def initialize(
     Raises:
         ConfigError: no config or two, an unknown or bad `hybrid_engine` key.
     """
+    if config is not None and config_params is not None:
+        raise ConfigError("both config= and config_params= are given: pass one of them")
     ds_config, settings = split_config(args, config if config is not None else config_params)
     if enable_hybrid_engine is not None:
         settings = settings.model_copy(update={"enabled": enable_hybrid_engine})
@@ -202,7 +205,7 @@ class HybridEngine:
 
     _OWN = frozenset(
         {
-            "deepspeed_engine", "generator", "settings", "weights", "breakdown",
+            "deepspeed_engine", "_generator", "settings", "weights", "breakdown",
             "_current", "_since", "_mode",
         }
     )  # fmt: skip
@@ -211,12 +214,23 @@ class HybridEngine:
         self.deepspeed_engine = engine
         self.settings = settings
         self.weights = weights_of(engine, settings)
-        self.generator = Generator(engine.module, settings, self.weights)
+        self._generator: Generator | None = None
         #: The last whole iteration.
         self.breakdown = Breakdown()
         self._current = Breakdown()
         self._since = time.perf_counter()
         self._mode = "start"  # no iteration yet: set-up time belongs to none
+
+    @property
+    def generator(self) -> Generator:
+        """Generates from the module; made on first use: a critic or reward model never needs it.
+
+        Raises:
+            ConfigError: the module is no Hugging Face language model.
+        """
+        if self._generator is None:
+            self._generator = Generator(self.module, self.settings, self.weights)
+        return self._generator
 
     def __getattr__(self, name: str) -> Any:
         if name in HybridEngine._OWN:  # not yet set: never look for it in the other engine
@@ -241,8 +255,8 @@ class HybridEngine:
             self._close_interval()
             self._mode = "train"
         self.deepspeed_engine.train()
-        if self.settings.release_inference_cache:
-            self.generator.release()
+        if self.settings.release_inference_cache and self._generator is not None:
+            self._generator.release()
         return self
 
     def eval(self) -> HybridEngine:

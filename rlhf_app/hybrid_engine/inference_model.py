@@ -45,12 +45,35 @@ class InferenceModel:
     @property
     def device(self) -> torch.device:
         """Where ids go in: the device of the input embedding."""
-        return self.model.get_input_embeddings().weight.device
+        device: torch.device = self._input_embedding().weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and so of keys and values."""
-        return self.model.get_input_embeddings().weight.dtype
+        dtype: torch.dtype = self._input_embedding().weight.dtype
+        return dtype
+
+    @property
+    def input_vocabulary(self) -> int:
+        """Ids that the model takes: 0 to this, exclusive."""
+        rows = getattr(self._input_embedding(), "num_embeddings", None)
+        return int(rows or self.text_config.vocab_size)
+
+    @property
+    def output_vocabulary(self) -> int:
+        """Number of logits."""
+        return output_vocabulary(self.model)
+
+    def _input_embedding(self) -> Any:
+        """peft's wrapper around it would compute its weight anew, or not know its size."""
+        return lora.base_layer(self.model.get_input_embeddings())
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values: autocast's where it is on, else the weights'."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     @contextmanager
     def evaluation(self, whole: bool = False) -> Iterator[None]:
@@ -67,7 +90,7 @@ class InferenceModel:
         try:
             for module in training:
                 module.training = False
-            with weights, torch.no_grad():
+            with torch.inference_mode(False), weights, torch.no_grad():
                 yield
         finally:
             for module in training:
@@ -86,6 +109,8 @@ class InferenceModel:
             adapters.installed(self.model),
             lora.rollout_forward(self.model, self.lora_rollout),
             _quiet(self.model),
+            # A compiled forward would trace the attention that stands in for its own.
+            torch.compiler.set_stance("force_eager"),
         ):
             yield
 

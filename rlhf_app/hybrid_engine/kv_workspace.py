@@ -75,6 +75,11 @@ class KVWorkspace:
         return self.bytes_for(self.slots, self.positions)
 
     @property
+    def made_for(self) -> tuple[torch.dtype, torch.device]:
+        """What its keys and values are, and where."""
+        return self._dtype, self._device
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Where the allocations are: a captured decode step reads and writes there."""
         return tuple(buffer.data_ptr() for group in self._groups for buffer in group)

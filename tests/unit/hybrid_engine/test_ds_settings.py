@@ -50,7 +50,7 @@ def test_without_a_block_the_defaults_hold():
         (None, {"hybrid_engine": {"pin_params": 1}}, r"hybrid_engine.pin_params: .*keys: enabled"),
         (None, {"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens"),
         (None, {"hybrid_engine": True}, "give a mapping"),
-        (None, "no/such/file.json", "neither a JSON file nor base64"),
+        (None, "no/such/file.json", "no such file"),
     ],
 )
 def test_bad_configs_are_named(args, config, message):
@@ -63,3 +63,26 @@ def test_duplicate_keys_are_an_error(tmp_path):
     path.write_text('{"a": 1, "a": 2}')
     with pytest.raises(ConfigError, match="duplicate keys a"):
         split_config(None, str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("/nowhere/ds.json", "no such file"),
+        ("ds.json", "no such file"),
+        (5, "config is 5: give a dict"),
+        ([1], "give a dict"),
+        ("", "give a dict"),
+        ({"hybrid_engine": {1: 2}}, "give a mapping"),
+    ],
+)
+def test_a_config_that_is_none(config, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        split_config(None, config)
+
+
+def test_an_empty_file_is_no_config(tmp_path):
+    (tmp_path / "ds.json").write_text("")
+    with pytest.raises(ConfigError, match="holds no JSON object"):
+        split_config(None, str(tmp_path / "ds.json"))
