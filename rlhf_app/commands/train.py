@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from rlhf_app.commands import options
 from rlhf_app.errors import EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from rlhf_app.config.schema import RunConfig
 
 
 def train(
@@ -60,6 +64,8 @@ def execute(flags: options.Flags) -> None:
         preset=values["preset"], config_file=values["config"], overrides=flags.overrides()
     )
     console = Console()
+    for ignored in _without_effect(resolved.config):
+        print(f"rlhf: warning: {ignored}", file=sys.stderr)
     if values["dry_run"]:
         print_plan(resolved, console, force=values["force"])
         return
@@ -72,3 +78,15 @@ def execute(flags: options.Flags) -> None:
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _without_effect(config: RunConfig) -> list[str]:
+    from rlhf_app.config.lora import settings_without_effect
+
+    groups = {
+        "sft": config.sft.lora,
+        "reward": config.reward.lora,
+        "ppo.actor": config.ppo.actor.lora,
+        "ppo.critic": config.ppo.critic.lora,
+    }
+    return settings_without_effect(groups, config.lora)

@@ -146,3 +146,29 @@ def _put(
     if not isinstance(inner, Mapping):
         return dict(values)
     return {**values, path[0]: _put(inner, path[1:], given)}
+
+
+def settings_without_effect(
+    groups: Mapping[str, LoraSettings], defaults: LoraDefaults
+) -> list[str]:
+    """What was set about adapters that no model has.
+
+    Args:
+        groups: the models' own groups by dotted name.
+        defaults: the run's group.
+
+    Returns:
+        One sentence per ignored setting.
+    """
+    found = []
+    if not any(group.enabled for group in groups.values()):
+        given = defaults.model_dump(exclude={"rank"}, exclude_none=True)
+        found += [f"lora.{name} has no effect without --lora-rank" for name in given]
+    for path, group in groups.items():
+        if group.enabled:
+            continue
+        for name, field in type(group).model_fields.items():
+            own = getattr(group, name) not in (field.default, getattr(defaults, name, None))
+            if name != "rank" and own:
+                found.append(f"{path}.lora.{name} has no effect without {path}.lora.rank")
+    return found

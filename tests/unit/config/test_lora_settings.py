@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_app.config.load import Override, load_config, load_saved
+from rlhf_app.config.load import Override, load_config, load_saved, parse_set
+from rlhf_app.config.lora import settings_without_effect
 from rlhf_app.config.schema import LoraDefaults, RunConfig, SFTConfig
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.errors import ConfigError
@@ -92,3 +93,25 @@ def test_only_what_has_an_effect_makes_a_finished_stage_stale() -> None:
     both = RunConfig.model_validate({"lora": {"rank": 4}})
     assert stage_settings(both, "sft") == on
     assert stage_settings(both, "ppo")["ppo.critic.lora.rank"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sets", "warnings"),
+    [
+        ([], []),
+        (["lora.rank=4", "lora.alpha=8"], []),
+        (["lora.alpha=8"], ["lora.alpha has no effect without --lora-rank"]),
+        (["ppo.actor.lora.rollout=fused"],
+         ["ppo.actor.lora.rollout has no effect without ppo.actor.lora.rank"]),
+        (["sft.lora.rank=4", "lora.alpha=8"], []),
+        (["sft.lora.rank=4", "reward.lora.alpha=8"],
+         ["reward.lora.alpha has no effect without reward.lora.rank"]),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_named(sets, warnings):
+    config = load_config(overrides=[parse_set(s) for s in sets]).config
+    groups = {
+        "sft": config.sft.lora, "reward": config.reward.lora,
+        "ppo.actor": config.ppo.actor.lora, "ppo.critic": config.ppo.critic.lora,
+    }  # fmt: skip
+    assert settings_without_effect(groups, config.lora) == warnings
