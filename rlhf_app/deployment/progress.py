@@ -157,12 +157,12 @@ class Pace:
 def describe(record: Mapping[str, Any]) -> str:
     """The telling numbers of a record: reward or loss, KL, accuracy, speed."""
     shown = [
-        ("reward", "reward {:.3f}"),
-        ("gold", "gold {:.3f}"),
-        ("kl_per_answer", "KL {:.2f} nats"),
-        ("loss", "loss {:.4f}"),
-        ("perplexity", "perplexity {:.3f}"),
-        ("accuracy", "accuracy {:.3f}"),
+        ("reward", "reward {:z.3f}"),
+        ("gold", "gold {:z.3f}"),
+        ("kl_per_answer", "KL {:z.2f} nats"),
+        ("loss", "loss {:z.4f}"),
+        ("perplexity", "perplexity {:z.3f}"),
+        ("accuracy", "accuracy {:z.3f}"),
         ("tokens_per_second", "{:,.0f} tokens/s"),
     ]
     parts = [

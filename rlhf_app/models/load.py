@@ -102,6 +102,20 @@ def load_causal_lm(
     return prepare_for_training(model, device, gradient_checkpointing)
 
 
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """No table of weights that were found or not: what is missing is an error of ours, and a
+    head that a trunk does not need is no news."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
 def load_pretrained(
     auto_class: Any,
     path: str,
@@ -131,7 +145,7 @@ def load_pretrained(
         )
         return model, info
 
-    with load_errors(path, setting):
+    with load_errors(path, setting), _without_report():
         try:
             model, info = load(attn_implementation)
         except ValueError as error:

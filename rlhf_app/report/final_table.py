@@ -125,7 +125,7 @@ def _print_places(console: Console, run: RunDirectory, summary: Mapping[str, Any
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:z.3f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _shorten(text: str) -> str:

@@ -61,6 +61,10 @@ def test_describe_marks_evaluations() -> None:
     assert describe(record(1, kind="eval", accuracy=0.75)) == "evaluation: accuracy 0.750"
 
 
+def test_a_rounded_zero_has_no_sign() -> None:
+    assert describe(record(1, reward=-0.0001, kl_per_answer=-0.001)) == "reward 0.000, KL 0.00 nats"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")]
 )
