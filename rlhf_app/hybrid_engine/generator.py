@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.agreement import Terms
 from rlhf_app.hybrid_engine.capability import Capability, probe, require_decoder_only
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
 from rlhf_app.hybrid_engine.decode_state import DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
+from rlhf_app.hybrid_engine.exclusive import exclusively
 from rlhf_app.hybrid_engine.generate_output import as_output
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
@@ -57,6 +59,11 @@ class Generator:
         weights: Weights | None = None,
     ) -> None:
         self._settings = settings if settings is not None else HybridEngineSettings()
+        if not getattr(model, "can_generate", lambda: False)():
+            raise ConfigError(
+                f"rollouts need a Hugging Face language model with its head: "
+                f"{type(model).__name__} cannot generate"
+            )
         self._model = InferenceModel(model, weights)
         self._sliced = weights if isinstance(weights, SlicedWeights) else None
         self._capability: Capability | None = None
@@ -94,25 +101,41 @@ class Generator:
         Raises:
             ConfigError: an empty prompt, a row beyond the model's positions, bad arguments,
                 ranks that share a rollout but sample differently.
-            RuntimeError: no memory for the KV workspace, here or on a rank that shares it.
+            RuntimeError: no memory for the KV workspace, here or on a rank that shares it; or
+                the model is generating already, in another thread or around this call.
         """
-        uids = range(len(prompts)) if uids is None else uids
-        error: Exception | None = None
+        with exclusively(self.model):
+            return self._rollout(prompts, params, uids, max_slots)
+
+    def _rollout(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        uids: Sequence[int] | None,
+        max_slots: int | None,
+    ) -> Rollout:
         self.capability  # noqa: B018 - the probe is a matter of all ranks, the checks are not
+        mine, error = Terms(), None
         try:
+            uids = range(len(prompts)) if uids is None else uids
             self._check(prompts, params, uids, max_slots)
-        except ConfigError as found:
+            keys = request_keys(params.seed, params.step, uids).tolist()
+            longest = max(map(len, prompts), default=0) + params.max_new_tokens
+            mine = Terms(self._lacking(longest), longest, len(prompts))
+        except Exception as found:  # whatever it is, other ranks may be waiting
             error = found
-        self._raise(error)
-        longest = max(map(len, prompts), default=0) + params.max_new_tokens
-        if self._sliced is not None:
-            longest = self._sliced.group.longest(longest)
+        terms = self._agree(mine, error)
+        if not terms.prompts:
+            raise ConfigError("rollout: no prompts were given")
+        # Ranks that share rows need room for the longest of all of them.
+        longest = mine.longest if self._sliced is None else terms.longest
         slots = min(len(prompts), max_slots or len(prompts))
-        if not self._serves(longest):
+        if not self._serves(terms.reasons):
+            assert uids is not None
             return self._count(native_rollout(self._model, prompts, uids, params, slots))
         request = RankRequest(
             prompts=[list(prompt) for prompt in prompts],
-            keys=request_keys(params.seed, params.step, uids).tolist(),
+            keys=keys,
             params=params,
             slots=slots,
             room=None if max_slots else self._slots_that_fit(longest),
@@ -120,7 +143,12 @@ class Generator:
         if self._sliced is None:
             return self._count(self._run(merged([request]), longest))
         group = self._sliced.group
-        requests = group.gather(request)
+        requests, error = [request], None
+        try:
+            requests = group.gather(request)
+        except ConfigError as found:  # of one group, while weights come from all
+            error = found
+        self._raise(error)
         return self._count(group.own(self._run(merged(requests), longest), requests))
 
     def _run(self, request: RankRequest, longest: int) -> Rollout:
@@ -136,7 +164,7 @@ class Generator:
             self._step = DecodeStep(self._model, layers, self._settings.enable_cuda_graph)
         self._state.agree = None if self._sliced is None else self._sliced.group.same
         try:
-            with self._model.session():
+            with self._model.session(), self._model.weights.together():
                 return DecodeLoop(
                     self._model, workspace, self._state, self._step,
                     request.prompts, torch.tensor(request.keys, dtype=torch.int64),
@@ -147,11 +175,18 @@ class Generator:
                 self.release()
 
     def _raise(self, error: Exception | None) -> None:
-        """Raise an error of this rank, or of one that shares its rollouts."""
-        if self._sliced is not None:
-            self._sliced.group.raise_together(error)
-        elif error is not None:
+        """Raise an error of this rank, or of one that it needs in a rollout."""
+        self._agree(Terms(), error)
+
+    def _agree(self, mine: Terms, error: Exception | None = None) -> Terms:
+        """The terms of all ranks that need each other, or their errors: before any of them
+        starts on what the others would wait in."""
+        agreement = self._model.weights.agreement
+        if agreement is not None:
+            return agreement.settle(mine, error)
+        if error is not None:
             raise error
+        return mine
 
     def generate(
         self,
@@ -182,7 +217,7 @@ class Generator:
         if request.reasons or not self._settings.enabled or input_ids is None:
             for reason in request.reasons:
                 self._warn(f"generate: {reason} is not implemented by the hybrid engine")
-            with self._model.evaluation(whole=True):
+            with exclusively(self.model), self._model.evaluation(whole=True):
                 return self._model.model.generate(
                     input_ids, attention_mask=attention_mask, **arguments
                 )
@@ -192,16 +227,19 @@ class Generator:
     def _read(
         self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, arguments: dict[str, Any]
     ) -> Request:
-        """The caller's request; what one rank cannot do, no rank that shares its rollouts does."""
+        """The caller's request; what one rank cannot do, no rank that needs it does."""
         request, error = Request(), None
         try:
             request = read_request(self._model.model, input_ids, mask, arguments)
-        except ConfigError as found:
+        except Exception as found:  # whatever it is, other ranks may be waiting
             error = found
-        self._raise(error)
-        if self._sliced is not None:
-            request.reasons = self._sliced.group.reasons(request.reasons)
+        request.reasons = list(self._agree(Terms(tuple(request.reasons)), error).reasons)
         return request
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The module that generates."""
+        return self._model.model
 
     @property
     def capability(self) -> Capability:
@@ -210,7 +248,7 @@ class Generator:
             self._capability = probe(self._model)
             if self._sliced is not None:
                 mine = self._capability.missing
-                missing = self._sliced.group.reasons([mine] if mine else [])
+                missing = self._agree(Terms((mine,) if mine else ())).reasons
                 if missing:
                     self._share_no_more(missing[0])
         return self._capability
@@ -250,19 +288,22 @@ class Generator:
             self._step.drop_graphs()  # they read the workspace where it was
         self._state.release()
 
-    def _serves(self, longest: int) -> bool:
-        """Whether the workspace path takes rows of this length; warns where it does not."""
-        if not self._settings.enabled:
-            return False
-        kind = self._model.model.config.model_type
+    def _lacking(self, longest: int) -> tuple[str, ...]:
+        """What the workspace path misses for rows of this length, in words."""
         if self.capability.missing is not None:
-            self._warn(f"model type {kind!r} lacks {self.capability.missing}")
-            return False
+            return (self.capability.missing,)
         limit = self.capability.engine_positions
         if limit is not None and longest > limit:
-            self._warn(f"model type {kind!r} lacks rotary positions fixed beyond {limit} tokens")
+            return (f"rotary positions fixed beyond {limit} tokens",)
+        return ()
+
+    def _serves(self, lacking: Sequence[str]) -> bool:
+        """Whether the workspace path takes the rows of all ranks; warns where it does not."""
+        if not self._settings.enabled:
             return False
-        return True
+        for missing in lacking:
+            self._warn(f"model type {self.model.config.model_type!r} lacks {missing}")
+        return not lacking
 
     def _count(self, rollout: Rollout) -> Rollout:
         self.samples += len(rollout.tokens)
@@ -289,10 +330,13 @@ class Generator:
         return max(1, room // workspace.bytes_for(1, _rounded(longest)))
 
     def _kv_workspace(self) -> KVWorkspace:
+        made_for = self._model.kv_dtype, self._model.device
+        if self._workspace is not None and self._workspace.made_for != made_for:
+            self.release()  # the model was cast or moved since
+            self._workspace, self._step = None, None
+            self._state = DecodeState(self._model.device)
         if self._workspace is None:
-            self._workspace = KVWorkspace(
-                self.capability.layers, self._model.dtype, self._model.device
-            )
+            self._workspace = KVWorkspace(self.capability.layers, *made_for)
         return self._workspace
 
     def _borrow(self, slots: int, longest: int) -> KVWorkspace:
@@ -308,8 +352,6 @@ class Generator:
         max_slots: int | None,
     ) -> None:
         require_decoder_only(self._model)
-        if not prompts and self._sliced is None:
-            raise ConfigError("rollout: no prompts were given")
         if len(uids) != len(prompts):
             raise ConfigError(f"rollout: {len(uids)} uids for {len(prompts)} prompts")
         if max_slots is not None and max_slots < 1:

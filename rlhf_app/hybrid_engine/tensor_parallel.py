@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_app.hybrid_engine.agreement import Agreement
 from rlhf_app.hybrid_engine.tp_group import RankGroup
 from rlhf_app.hybrid_engine.tp_plans import NotSliceable, SlicingPlan, slicing_plan
 from rlhf_app.hybrid_engine.weights import Weights
@@ -57,7 +58,6 @@ class SlicedWeights:
 
     lockstep = False
     settled = False
-    communicates = True
 
     def __init__(
         self,
@@ -79,6 +79,11 @@ class SlicedWeights:
             "weights, %d of them temporary copies",
             group.size, self.slice_bytes, self.whole_bytes, self.copied_bytes,
         )  # fmt: skip
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of the group, under ZeRO-3 of all ranks."""
+        return self.group.agreement
 
     @property
     def gather_seconds(self) -> float:
@@ -129,6 +134,11 @@ class SlicedWeights:
                 yield
             finally:
                 self._active = False
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing can be done: a rank that fails between two sums of a forward cannot tell the
+        others, which wait for it until the process group's timeout or until it ends."""
+        return nullcontext()
 
     def any_working(self, working: bool) -> bool:
         """This rank's own answer: all ranks of the group have the same rows."""

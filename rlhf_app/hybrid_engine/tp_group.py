@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.agreement import Agreement
 from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 
@@ -52,12 +52,18 @@ def merged(requests: Sequence[RankRequest]) -> RankRequest:
         prompts=[prompt for request in requests for prompt in request.prompts],
         keys=[key for request in requests for key in request.keys],
         params=requests[0].params,
-        slots=min([sum(request.slots for request in requests), *rooms]),
+        # One slot at least: a rank without prompts still takes part.
+        slots=min([max(1, sum(request.slots for request in requests)), *rooms]),
     )
 
 
 class RankGroup:
     """Consecutive ranks that share their rollouts. Every process makes its own at the same time.
+
+    Attributes:
+        size: ranks of a group.
+        rank: this rank's place in it.
+        agreement: of this group, or of all.
 
     Args:
         size: ranks of a group.
@@ -84,9 +90,7 @@ class RankGroup:
             made = torch_dist.new_group(list(range(first, first + size)))
             if first == self._first:
                 self._group = made
-        self._wide, self._wide_first = self._group, self._first
-        if together:
-            self._wide, self._wide_first = torch_dist.group.WORLD, 0
+        self.agreement = Agreement(torch_dist.group.WORLD if together else self._group)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum over the group, in place where the tensor is contiguous.
@@ -119,13 +123,12 @@ class RankGroup:
             request: of this rank.
 
         Raises:
-            ConfigError: the ranks want different sampling, or no rank has a prompt.
+            ConfigError: the ranks want different sampling.
         """
-        requests: list[RankRequest] = self._all(request, self._group)
+        requests: list[RankRequest] = [request] * self.size
+        torch_dist.all_gather_object(requests, request, group=self._group)
         for rank, other in enumerate(requests):
             _check_alike(requests[0].params, other.params, self._first, self._first + rank)
-        if not any(request.prompts for request in requests):
-            raise ConfigError("rollout: no prompts were given on any rank")
         return requests
 
     def own(self, rollout: Rollout, requests: Sequence[RankRequest]) -> Rollout:
@@ -149,50 +152,6 @@ class RankGroup:
                 form=f"{rollout.timings.form} | tensor parallel {self.size}",
             ),
         )
-
-    def raise_together(self, error: Exception | None) -> None:
-        """End the call on every rank when one rank cannot go on, instead of waiting for it.
-
-        Args:
-            error: of this rank, or None.
-
-        Raises:
-            Exception: `error`, or one of the same kind that names the other rank's.
-        """
-        for rank, other in enumerate(self._all(_portable(error), self._wide)):
-            if error is not None:
-                raise error
-            if other is not None:
-                kind, text = other
-                raise kind(f"on rank {self._wide_first + rank}: {text}")
-
-    def reasons(self, mine: Sequence[str]) -> list[str]:
-        """Reasons of any rank, without repetition: all ranks take the same way.
-
-        Args:
-            mine: of this rank.
-        """
-        return list(dict.fromkeys(r for rank in self._all(list(mine), self._wide) for r in rank))
-
-    def longest(self, mine: int) -> int:
-        """The largest of all ranks' numbers.
-
-        Args:
-            mine: of this rank.
-        """
-        return max(self._all(mine, self._wide))
-
-    def _all(self, item: Any, group: Any) -> list[Any]:
-        items: list[Any] = [None] * torch_dist.get_world_size(group)
-        torch_dist.all_gather_object(items, item, group=group)
-        return items
-
-
-def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """An error's kind and text: the object itself may hold what cannot be sent."""
-    if error is None:
-        return None
-    return (ConfigError if isinstance(error, ConfigError) else RuntimeError), str(error)
 
 
 def _check_alike(first: SamplingParams, other: SamplingParams, rank: int, of: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from rlhf_app.hybrid_engine.agreement import Agreement
 from rlhf_app.hybrid_engine.deepspeed_hooks import engine_hooks, suspended
 
 
@@ -18,11 +19,15 @@ class Weights(Protocol):
         settled: addresses stay the same from one rollout to the next.
         gather_seconds: time spent on making weights whole, since the start.
         gathered_bytes: bytes of weights made whole, since the start.
+        agreement: of the ranks that need each other in a rollout; None where each may call
+            alone.
     """
 
     lockstep: bool
     settled: bool
 
+    @property
+    def agreement(self) -> Agreement | None: ...  # noqa: D102
     @property
     def gather_seconds(self) -> float: ...  # noqa: D102
     @property
@@ -39,6 +44,11 @@ class Weights(Protocol):
     def uncut(self) -> AbstractContextManager[None]:
         """Context in which `available` gives weights that are not shared out over ranks, for a
         forward that all ranks run alike."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context of one decode loop: an error inside also ends the other ranks' loops, where
+        they would wait for this one and can still be told."""
         ...
 
     def any_working(self, working: bool) -> bool:
@@ -61,6 +71,7 @@ class ResidentWeights:
     settled = True
     gather_seconds = 0.0
     gathered_bytes = 0
+    agreement = None
 
     def __init__(self, engine: Any = None) -> None:
         self._engine = engine
@@ -77,6 +88,10 @@ class ResidentWeights:
 
     def uncut(self) -> AbstractContextManager[None]:
         """Nothing to do."""
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing to do: ranks do not wait for each other."""
         return nullcontext()
 
     def any_working(self, working: bool) -> bool:

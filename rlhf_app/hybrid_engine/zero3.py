@@ -21,9 +21,13 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from rlhf_app.hybrid_engine.agreement import Agreement
 from rlhf_app.hybrid_engine.deepspeed_hooks import engine_hooks, parameter_offload, suspended
 
 logger = logging.getLogger(__name__)
+
+# What a rank answers to `any_working`, beside 0 and 1.
+_FAILED = 2
 
 
 class ShardedWeights:
@@ -39,6 +43,11 @@ class ShardedWeights:
         self._engine = engine
         self.gather_seconds = 0.0
         self.gathered_bytes = 0
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of all ranks that hold a shard: every call gathers from all of them."""
+        return Agreement(self._process_group())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -81,6 +90,10 @@ class ShardedWeights:
         """
         return StreamedWeights(self._engine, layers_per_group)
 
+    def _process_group(self) -> Any:
+        parameter: Any = next(self._engine.module.parameters())
+        return parameter.ds_process_group
+
     def _gather(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
         """Make parameters whole.
 
@@ -113,6 +126,10 @@ class PinnedWeights(ShardedWeights):
         with self.whole():
             yield
 
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing to do: with all weights whole ranks do not wait for each other."""
+        return nullcontext()
+
     def any_working(self, working: bool) -> bool:
         """This rank's own answer: ranks do not wait for each other."""
         return working
@@ -142,6 +159,8 @@ class StreamedWeights(ShardedWeights):
         self._current = -1
         self._mine: list[Any] = []
         self._warned = False
+        self._owes_forward = False
+        self._reachable = False
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -180,23 +199,52 @@ class StreamedWeights(ShardedWeights):
                 self._let_go()
                 self._groups = []
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One decode loop: an error inside ends it on every rank, with the rank and the error.
+
+        The failing rank first takes part in what is left of the others' forward. An error of
+        a collective itself cannot be told: the others then wait until the process group's
+        timeout.
+        """
+        self._owes_forward, self._reachable = False, True
+        try:
+            yield
+        except Exception as error:
+            if self._reachable:
+                if self._owes_forward:
+                    self._finish()
+                self._tell(_FAILED, error)
+            raise
+
     def any_working(self, working: bool) -> bool:
         """Whether any rank still has work.
 
         Args:
             working: this rank's answer. Every rank asks before every forward.
+
+        Raises:
+            RuntimeError: another rank has failed in this rollout.
         """
-        parameter = next(self._engine.module.parameters())
-        flag = torch.tensor(int(working), device=parameter.device)
-        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=parameter.ds_process_group)
-        return bool(flag.item())
+        self._owes_forward = self._tell(int(working))
+        return self._owes_forward
 
     def idle_forward(self) -> None:
         """Gather and release every group, as a forward of the other ranks does."""
-        self._let_go()
-        for group in range(len(self._groups)):
-            self._switch(group)
-        self._let_go()
+        self._start()
+        self._finish()
+
+    def _tell(self, state: int, error: Exception | None = None) -> bool:
+        """Exchange what every rank is about to do; True when one of them has work."""
+        self._reachable = False
+        parameter = next(self._engine.module.parameters())
+        flag = torch.tensor(state, device=parameter.device)
+        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX, group=self._process_group())
+        most = int(flag.item())
+        if most == _FAILED:
+            self.agreement.end(error)
+        self._reachable = most > 0  # else the loop is over for all of them
+        return self._reachable
 
     def _split(self, layers: Sequence[nn.Module]) -> tuple[list[Any], list[list[Any]]]:
         """Parameters that stay, and those of each group of layers."""
@@ -220,6 +268,7 @@ class StreamedWeights(ShardedWeights):
         for group in range(self._current + 1, len(self._groups)):
             self._switch(group)
         self._let_go()
+        self._owes_forward = False
 
     def _entering(self, group: int) -> Any:
         def hook(*_: Any) -> None:
@@ -236,7 +285,10 @@ class StreamedWeights(ShardedWeights):
 
     def _switch(self, group: int) -> None:
         _give_back(self._mine)
+        self._mine = []
+        self._reachable = False  # after an error in a collective nothing can be exchanged
         self._mine = self._gather(self._groups[group])
+        self._reachable = True
         self._current = group
 
     def _let_go(self) -> None:
