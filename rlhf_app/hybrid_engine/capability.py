@@ -185,7 +185,7 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
     reads = HostReads()
     if length < 4:
         return reads
-    vocabulary = model.model.get_input_embeddings().num_embeddings
+    vocabulary = model.input_vocabulary
     ids = [[(5 + 7 * i + 3 * row) % vocabulary for i in range(length)] for row in range(2)]
     ids_BP = torch.tensor(ids, device=model.device)
     rows = torch.arange(2, device=model.device)
@@ -195,7 +195,7 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
             input_ids=ids_BP, attention_mask=torch.ones_like(ids_BP), use_cache=False,
             return_dict=True,
         ).logits  # fmt: skip
-    workspace = KVWorkspace(layers, model.dtype, model.device)
+    workspace = KVWorkspace(layers, model.kv_dtype, model.device)
     workspace.borrow(2, length)
     with model.session():
         got = [model.prefill(ids_BP[:, : length - 2], lengths_B, Prefill(workspace, slice(0, 2)))]

@@ -34,7 +34,13 @@ def as_output(rollout: Rollout, request: Request, input_ids: torch.Tensor) -> An
 
     Returns:
         [B, P + T] int64, or a `GenerateOutput` where the request wants one.
+
+    Raises:
+        RuntimeError: tokens were sampled where there was no distribution to sample from, which
+            transformers refuses as well. A greedy answer is what transformers would return.
     """
+    if request.params is not None and not request.params.greedy:
+        _check_sampled(rollout)
     copies = len(rollout.tokens) // input_ids.shape[0]
     longest = max(map(len, rollout.tokens))
     padded = [row + [request.pad_id] * (longest - len(row)) for row in rollout.tokens]
@@ -44,3 +50,15 @@ def as_output(rollout: Rollout, request: Request, input_ids: torch.Tensor) -> An
         return sequences
     logprobs = torch.nn.utils.rnn.pad_sequence(rollout.logprobs, batch_first=True)
     return GenerateOutput(sequences=sequences, logprobs=logprobs.to(input_ids.device))
+
+
+def _check_sampled(rollout: Rollout) -> None:
+    """Once per call, on log-probs that are on the host anyway."""
+    if torch.cat(rollout.logprobs).isfinite().all():
+        return
+    row = next(i for i, row in enumerate(rollout.logprobs) if not row.isfinite().all())
+    raise RuntimeError(
+        f"generate: no distribution to sample from in row {row}, whose log-probs are not finite: "
+        "the logits are NaN or infinite (as of a temperature close to 0), or every token is "
+        "suppressed"
+    )

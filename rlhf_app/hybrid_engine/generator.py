@@ -23,6 +23,7 @@ from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, free_bytes
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
+from rlhf_app.hybrid_engine.request_checks import check_length, check_prompts, check_suppressed
 from rlhf_app.hybrid_engine.sampling import SamplingParams, request_keys
 from rlhf_app.hybrid_engine.tensor_parallel import SlicedWeights, warn_whole
 from rlhf_app.hybrid_engine.tp_group import RankRequest, merged
@@ -117,6 +118,7 @@ class Generator:
         self.capability  # noqa: B018 - the probe is a matter of all ranks, the checks are not
         mine, error = Terms(), None
         try:
+            check_prompts(prompts, self._model.input_vocabulary)
             uids = range(len(prompts)) if uids is None else uids
             self._check(prompts, params, uids, max_slots)
             keys = request_keys(params.seed, params.step, uids).tolist()
@@ -230,7 +232,9 @@ class Generator:
         """The caller's request; what one rank cannot do, no rank that needs it does."""
         request, error = Request(), None
         try:
-            request = read_request(self._model.model, input_ids, mask, arguments)
+            request = read_request(
+                self._model.model, input_ids, mask, arguments, self._settings.max_out_tokens
+            )
         except Exception as found:  # whatever it is, other ranks may be waiting
             error = found
         request.reasons = list(self._agree(Terms(tuple(request.reasons)), error).reasons)
@@ -356,17 +360,10 @@ class Generator:
             raise ConfigError(f"rollout: {len(uids)} uids for {len(prompts)} prompts")
         if max_slots is not None and max_slots < 1:
             raise ConfigError(f"max_slots is {max_slots}: give at least 1")
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ConfigError(f"prompt {index} is empty: give at least one token")
+        check_suppressed(params, self._model.output_vocabulary)
         longest = max(map(len, prompts), default=0)
         limits = {
             "the model's positions": self.capability.max_positions,
             "hybrid_engine.max_out_tokens": self._settings.max_out_tokens,
         }
-        for name, limit in limits.items():
-            if limit is not None and longest + params.max_new_tokens > limit:
-                raise ConfigError(
-                    f"a prompt of {longest} tokens and max_new_tokens {params.max_new_tokens} "
-                    f"exceed {name} ({limit}): shorten one of them"
-                )
+        check_length(longest, params.max_new_tokens, limits)

@@ -8,6 +8,7 @@ to transformers as it came.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.inference_model import output_vocabulary
+from rlhf_app.hybrid_engine.request_checks import check_length
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 
 # Generation settings that the engine implements, or that cannot change its result.
@@ -38,6 +41,8 @@ _ZERO_IS_OFF = frozenset(
     }
 )  # fmt: skip
 _LISTS = frozenset({"logits_processor", "stopping_criteria"})
+# transformers' length of an answer where nobody gives one.
+_DEFAULT_NEW_TOKENS = 20
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ def read_request(
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     arguments: dict[str, Any],
+    max_out_tokens: int | None = None,
 ) -> Request:
     """Interpret one call as transformers would.
 
@@ -73,13 +79,15 @@ def read_request(
         attention_mask: [B, P], 1 on real tokens; None: found from the pad id as transformers
             finds it.
         arguments: every other argument of the call.
+        max_out_tokens: most tokens of a row, whoever generates it; None is no limit.
 
     Raises:
-        ConfigError: a row without any token.
+        ConfigError: a row without any token, or one that could grow beyond `max_out_tokens`.
     """
     arguments = dict(arguments)
     given = arguments.pop("generation_config", None)
     config, extras = model._prepare_generation_config(given, **arguments)
+    model_length = config.max_length if model.generation_config.max_length is not None else None
     # Without a length of the caller's, transformers' rule for its default applies, not ours.
     if arguments.get("max_length") is None and (given is None or given.max_length is None):
         config.max_length = None
@@ -92,6 +100,10 @@ def read_request(
         return request
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         request.reasons.append("an attention_mask of another shape than input_ids")
+    elif attention_mask is not None and not _is_binary(attention_mask):
+        # transformers attends where it is not 0, but counts positions by its sum.
+        request.reasons.append("an attention_mask of other values than 0 and 1")
+    _check_bound(config, model_length, input_ids, attention_mask, max_out_tokens)
     if request.reasons:
         return request
     stop_ids = _as_tuple(config.eos_token_id)
@@ -105,7 +117,7 @@ def read_request(
         return request
     request.prompts = _prompts(input_ids, mask, config.num_return_sequences)
     request.pad_id = _pad_id(config.pad_token_id, stop_ids)
-    request.params = _params(config, stop_ids, budget)
+    request.params = _params(config, stop_ids, budget, output_vocabulary(model))
     return request
 
 
@@ -120,6 +132,12 @@ def _unsupported(config: GenerationConfig, extras: dict[str, Any]) -> list[str]:
         off = value is None or (value is False and name != "use_cache")
         if not off and not (name in _ZERO_IS_OFF and value == 0):
             reasons.append(name)
+    if config.do_sample:
+        # Nobody's distribution but transformers': uniform, and the one best token.
+        if config.temperature == math.inf:
+            reasons.append("temperature=inf")
+        if config.top_p == 0:
+            reasons.append("top_p=0")
     if not config.do_sample and config.num_return_sequences != 1:
         reasons.append("num_return_sequences without do_sample")
     for name, value in extras.items():
@@ -137,10 +155,36 @@ def _mask(
 ) -> torch.Tensor:
     """[B, P] int64 on the CPU; padding is inferred only where it cannot be an end of text."""
     if attention_mask is not None:
-        return attention_mask.to("cpu", torch.int64)
+        return attention_mask.ne(0).to("cpu", torch.int64)
     if pad_id is None or pad_id in stop_ids:
         return torch.ones(input_ids.shape, dtype=torch.int64)
     return input_ids.ne(pad_id).to("cpu", torch.int64)
+
+
+def _is_binary(mask: torch.Tensor) -> bool:
+    return mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
+
+
+def _check_bound(
+    config: GenerationConfig,
+    model_length: int | None,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    max_out_tokens: int | None,
+) -> None:
+    """Bound the longest row of a call, which may be one for transformers."""
+    if max_out_tokens is None or not input_ids.numel():
+        return
+    width = input_ids.shape[1]
+    total = config.max_length if config.max_length is not None else model_length
+    new_tokens = _DEFAULT_NEW_TOKENS if total is None else max(total - width, 0)
+    if config.max_new_tokens is not None:
+        new_tokens = config.max_new_tokens
+    stop_ids = _as_tuple(config.eos_token_id)
+    known = attention_mask is None or attention_mask.shape == input_ids.shape
+    mask = _mask(input_ids, attention_mask if known else None, config.pad_token_id, stop_ids)
+    prompt = int(mask.sum(dim=1).max()) if known else width
+    check_length(prompt, new_tokens, {"hybrid_engine.max_out_tokens": max_out_tokens})
 
 
 def _budget(config: GenerationConfig, prompt_length: int) -> int | None:
@@ -163,24 +207,33 @@ def _prompts(input_ids: torch.Tensor, mask: torch.Tensor, copies: int) -> list[l
     return prompts
 
 
-def _params(config: GenerationConfig, stop_ids: tuple[int, ...], budget: int) -> SamplingParams:
-    suppress = tuple(config.suppress_tokens or ())
+def _params(
+    config: GenerationConfig, stop_ids: tuple[int, ...], budget: int, vocabulary: int
+) -> SamplingParams:
+    # transformers looks for each token among the ids: others say nothing.
+    suppress = tuple(i for i in _as_tuple(config.suppress_tokens) if 0 <= i < vocabulary)
     if not config.do_sample:
         return SamplingParams(budget, greedy=True, stop_ids=stop_ids, suppress_ids=suppress)
     # torch.manual_seed decides, as it does for transformers.
     seed = int(torch.randint(2**62, (1,)))
+    top_p = config.top_p
+    # transformers reads it where it is below 1 (which NaN is not).
+    keeps_all = top_p is None or (isinstance(top_p, float | int) and not top_p < 1)
     return SamplingParams(
         budget,
-        temperature=config.temperature,
+        temperature=1.0 if config.temperature is None else config.temperature,
         top_k=config.top_k or 0,
-        top_p=1.0 if config.top_p is None else config.top_p,
+        top_p=1.0 if keeps_all else top_p,
         stop_ids=stop_ids,
         suppress_ids=suppress,
         seed=seed,
     )
 
 
-def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+def _as_tuple(ids: Any) -> tuple[int, ...]:
+    """One id, several in a list or a tensor, or None."""
+    if torch.is_tensor(ids):
+        ids = ids.reshape(-1).tolist()
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -178,6 +178,16 @@ class InferenceModel:
         return self._takes_positions
 
 
+def output_vocabulary(model: PreTrainedModel) -> int:
+    """Number of logits of a causal LM.
+
+    Args:
+        model: the model, with or without adapters in it.
+    """
+    features = getattr(lora.base_layer(model.get_output_embeddings()), "out_features", None)
+    return int(features or model.config.get_text_config(decoder=True).vocab_size)
+
+
 @contextmanager
 def _quiet(model: torch.nn.Module) -> Iterator[None]:
     """Without the look for padding that some forwards take: it makes the host wait."""

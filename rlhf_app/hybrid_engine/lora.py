@@ -24,29 +24,69 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel, PeftType
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.lora_layers import PlainAdapter, adapter_layers, plain_adapter
 
 RolloutMode = Literal["unfused", "fused"]
 
+# Tuners with a forward of their own that leaves the logits alone: it adds to the loss.
+_ONLY_LOSS = frozenset({PeftType.ADALORA})
+
 
 def without_wrapper(model: Any) -> Any:
-    """The transformers model inside peft's wrapper, adapters included; other models as they are.
+    """The transformers model inside the wrappers of peft and torch.compile, adapters included;
+    other models as they are.
 
     Raises:
-        ConfigError: what the wrapper adds is not inside the layers (prompt tuning).
+        ConfigError: what peft's wrapper adds is not inside the layers (prompt tuning, aLoRA).
     """
+    if isinstance(model, OptimizedModule):
+        return without_wrapper(model._orig_mod)
+    if isinstance(model, PeftMixedModel):
+        raise ConfigError(
+            "a PeftMixedModel: rollouts do not know its forward; use PeftModel (get_peft_model)"
+        )
     if not isinstance(model, PeftModel):
         return model
-    if model.active_peft_config.is_prompt_learning:
-        raise ConfigError(
-            f"{model.active_peft_config.peft_type.value} adapters put tokens before the prompt, "
-            "which rollouts do not do; use adapters inside the layers, such as LoRA"
-        )
-    return model.get_base_model()
+    for config in model.peft_config.values():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if config.is_prompt_learning:
+            raise ConfigError(
+                f"{kind} adapters put tokens before the prompt, which rollouts do not do; use "
+                "adapters inside the layers, such as LoRA"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ConfigError(
+                "aLoRA adapters (alora_invocation_tokens) start at a place in the prompt, which "
+                "only peft's wrapper looks for and rollouts do not; use LoRA without it"
+            )
+        # Whatever the tuner itself does around the model's forward is lost without it.
+        forward = getattr(type(model.base_model), "forward", None)
+        own = isinstance(model.base_model, BaseTuner) and forward is not BaseTuner.forward
+        if own and config.peft_type not in _ONLY_LOSS:
+            raise ConfigError(
+                f"{kind} adapters need the forward of peft's wrapper, which rollouts do not run; "
+                "use adapters inside the layers, such as LoRA"
+            )
+    return without_wrapper(model.get_base_model())
+
+
+def base_layer(module: Any) -> Any:
+    """The layer inside peft's wrappers around it; other layers as they are.
+
+    Args:
+        module: any layer, such as an embedding.
+    """
+    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        adapter = isinstance(module, BaseTunerLayer)
+        module = module.get_base_layer() if adapter else module.original_module
+    return module
 
 
 @contextmanager

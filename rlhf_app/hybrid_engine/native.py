@@ -98,8 +98,7 @@ def _rows_mix(model: InferenceModel) -> bool:
     """Whether a row decoded in a batch is answered unlike alone, as in RWKV."""
     known = _MIXED.get(model.model)
     if known is None:
-        vocabulary = model.model.get_input_embeddings().num_embeddings
-        ids = (torch.arange(5, 11, device=model.device) % vocabulary).view(2, 3)
+        ids = (torch.arange(5, 11, device=model.device) % model.input_vocabulary).view(2, 3)
         alone = torch.cat([_two_logits(model, row) for row in ids.split(1)])
         gap = (_two_logits(model, ids) - alone).norm(dim=-1)
         size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)

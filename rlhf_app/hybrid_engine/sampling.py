@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -52,6 +53,19 @@ class SamplingParams:
     step: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed", "step"):
+            if not _is_number(getattr(self, name), Integral):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give a whole number")
+        for name in ("temperature", "top_p"):
+            if not _is_number(getattr(self, name), Real):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give a number")
+        for name in ("stop_ids", "suppress_ids"):
+            # Tuples: parameters are compared and hashed.
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple) or not all(_is_number(i, Integral) for i in ids):
+                raise ConfigError(f"{name} is {ids!r}: give a tuple of token ids")
+        if any(token < 0 for token in self.suppress_ids):
+            raise ConfigError(f"suppress_ids holds {min(self.suppress_ids)}: ids start at 0")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -62,6 +76,10 @@ class SamplingParams:
             raise ConfigError(f"top_k is {self.top_k}: give 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}: give a number in (0, 1]")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _mix(z: int) -> int:
