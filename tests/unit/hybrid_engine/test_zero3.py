@@ -80,6 +80,25 @@ def test_an_error_in_a_forward_gives_the_memory_back(passed, weights):
 
 
 @pytest.mark.slow
+@BOTH
+def test_complaint_dsc22_what_one_rank_needs_native_generate_for(passed, weights):
+    """Ranks waited for each other in gathers of different weights."""
+    assert_passed(passed, f"native_on_one_rank-{weights}")
+
+
+@pytest.mark.slow
+@BOTH
+def test_an_error_of_one_ranks_request_is_one_of_all_ranks(passed, weights):
+    assert_passed(passed, f"requests_apart-{weights}")
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_rank_that_fails_in_the_middle_keeps_no_other_waiting(passed, weights):
+    assert_passed(passed, f"failure_on_one_rank-{weights}")
+
+
+@pytest.mark.slow
 def test_unpinned_weights_are_whole_one_group_at_a_time(passed):
     assert_passed(passed, "streaming")
 

@@ -288,7 +288,7 @@ def check_errors() -> None:
             engine.generate(torch.tensor([[5]]), mask, max_new_tokens=2)
         with pytest.raises(ConfigError, match=r"temperature is 1.0 on rank 0 and 0.5 on rank 1"):
             engine.rollout(prompts, SamplingParams(4, temperature=0.5 if rank else 1.0))
-        with pytest.raises(ConfigError, match="no prompts were given on any rank"):
+        with pytest.raises(ConfigError, match="no prompts were given"):
             engine.rollout([], GREEDY)
         with pytest.raises(ConfigError, match="max_new_tokens is 3 on rank 0 and 4 on rank 1"):
             engine.rollout(prompts, SamplingParams(3 + rank))
@@ -299,6 +299,18 @@ def check_errors() -> None:
         def stop(*_: Any) -> Any:
             raise RuntimeError("stop in this test")
 
+        def odd(*_: Any) -> Any:
+            raise TypeError("odd in this test")
+
+        if rank == 1:
+            with (
+                failing(engine.generator, "_check", odd),
+                pytest.raises(TypeError, match=r"^odd"),
+            ):
+                engine.rollout(prompts, GREEDY)
+        else:
+            with pytest.raises(RuntimeError, match="on rank 1: TypeError: odd in this test"):
+                engine.rollout(prompts, GREEDY)
         if rank == 0:
             with (
                 failing(engine.generator, "_borrow", no_room),
@@ -449,6 +461,13 @@ def check_groups() -> None:
     # Weights come from all four ranks: what one of them cannot do, neither group does.
     with pytest.raises(ConfigError, match="prompt 0 is empty"):
         engine.rollout([[]] if rank == 3 else prompts, GREEDY)
+    # So does what the ranks of one group do not agree on; and a whole group may have no prompts.
+    with pytest.raises(ConfigError, match=r"max_new_tokens is 3 on rank 2 and 4 on rank 3"):
+        engine.rollout(prompts, SamplingParams(2 if rank < 2 else 1 + rank))
+    for idle in (0, 1):
+        mine = [] if rank // 2 == idle else prompts
+        got = engine.rollout(mine, GREEDY)
+        compare(reference, mine, got, native_greedy(reference, mine))
     ids, mask = torch.tensor([[5, 6, 7]]), torch.tensor([[1, int(rank > 0), 1]])
     arguments = {"max_new_tokens": 4, "do_sample": False}
     got = engine.generate(ids, mask, **arguments)

@@ -11,7 +11,8 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import transformers as tf
 
 from rlhf_app.commands.worker import leave
+from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import HybridEngine, SamplingParams, initialize
 from rlhf_app.training.distributed import Dist, setup
 from rlhf_app.training.saving import save_causal_lm
@@ -41,13 +43,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def llama(tied: bool = True, layers: int = LAYERS) -> tf.PreTrainedModel:
+def llama(
+    tied: bool = True, layers: int = LAYERS, positions: int = 64, **rope: Any
+) -> tf.PreTrainedModel:
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
         initializer_range=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         tie_word_embeddings=tied,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"} | rope,
     )  # fmt: skip
     return tf.LlamaForCausalLM(config)
 
@@ -288,6 +293,150 @@ def check_exception(pinned: bool) -> None:
     assert engine.rollout(mine(), GREEDY).tokens == plain.greedy(mine(), 8)
 
 
+@contextmanager
+def failing(target: Any, name: str, error: Exception) -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    kept = vars(target).get(name)
+    setattr(target, name, fail)
+    try:
+        yield
+    finally:
+        delattr(target, name) if kept is None else setattr(target, name, kept)
+
+
+def check_native_on_one_rank(pinned: bool) -> None:
+    """What one rank's rows need transformers for, all ranks ask transformers for."""
+    engine, plain = engine_of(llama(), pinned=pinned), Plain(llama())
+    rank = dist.get_rank()
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    whole, right = torch.ones_like(ids), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    for _ in range(2):
+        for mask, beams in (((whole, right)[rank], 1), (whole, 2 - rank)):
+            arguments = {"max_new_tokens": 6, "num_beams": beams, "suppress_tokens": [2]}
+            got = engine.generate(ids, mask, **arguments)
+            want = plain.model.generate(ids, attention_mask=mask, **arguments)
+            assert torch.equal(got, want)
+        assert engine.rollout(mine(), GREEDY).tokens == plain.greedy(mine(), 8)
+    # Dynamic positions: rows beyond 16 tokens, on rank 0 alone.
+    rope: dict[str, Any] = {"positions": 16, "rope_type": "dynamic", "factor": 2.0}
+    engine, plain = engine_of(llama(**rope), pinned=pinned), Plain(llama(**rope))
+    for short in (3, 5):
+        prompts = [[20 + i for i in range(short if rank else 12)], [7] * short]
+        got = engine.rollout(prompts, GREEDY)
+        assert got.tokens == [plain.greedy([prompt], 8)[0] for prompt in prompts]
+        assert got.timings.form == "native"
+
+
+def check_requests_apart(pinned: bool) -> None:
+    """An error of one rank is one of all, a rank without prompts is none; no step is lost."""
+    engine, plain = engine_of(llama(), pinned=pinned), Plain(llama())
+    rank = dist.get_rank()
+    before = held(engine)
+    for bad in (0, 1):
+        prefix = "" if rank == bad else f"on rank {bad}: "
+        requests = {
+            "a prompt of 70 tokens": [[5] * 70], "prompt 0 is empty": [[]],
+        }  # fmt: skip
+        for text, prompts in requests.items():
+            with pytest.raises(ConfigError, match=f"^{prefix}{text}"):
+                engine.rollout(prompts if rank == bad else mine(), GREEDY)
+            assert engine.rollout(mine(), GREEDY).tokens == plain.greedy(mine(), 8)
+        mask = torch.tensor([[int(rank != bad)]])
+        with pytest.raises(ConfigError, match=f"^{prefix}generate: row 0 of attention_mask"):
+            engine.generate(torch.tensor([[5]]), mask, max_new_tokens=2)
+        for method, error, other in (
+            ("_borrow", RuntimeError("no room"), "no room"),
+            ("_check", TypeError("odd"), "TypeError: odd"),
+        ):
+            if rank == bad:
+                with (
+                    failing(engine.generator, method, error),
+                    pytest.raises(type(error), match=f"^{error}$"),
+                ):
+                    engine.rollout(mine(), GREEDY)
+            else:
+                with pytest.raises(RuntimeError, match=f"^{prefix}{other}$"):
+                    engine.rollout(mine(), GREEDY)
+        for params in (GREEDY, SamplingParams(3, seed=2)):
+            nothing = engine.rollout([] if rank == bad else mine(), params)
+            assert len(nothing.tokens) == (0 if rank == bad else len(mine()))
+            assert params is not GREEDY or nothing.tokens in ([], plain.greedy(mine(), 8))
+    with pytest.raises(ConfigError, match="no prompts were given"):
+        engine.rollout([], GREEDY)
+    assert held(engine) == before
+    native = engine_of(llama(), pinned=pinned, enabled=False)
+    answers = native.rollout([] if rank else mine(), GREEDY).tokens
+    assert answers == ([] if rank else plain.greedy(mine(), 8))
+    # Where weights are whole anyway a rank may call alone.
+    alone = engine_of(llama(), stage=0)
+    if rank == 0:
+        assert alone.rollout(mine(), GREEDY).tokens == plain.greedy(mine(), 8)
+        with pytest.raises(ConfigError, match=r"^rollout: no prompts were given"):
+            alone.rollout([], GREEDY)
+
+
+def check_failure_on_one_rank(pinned: bool) -> None:
+    """An error in the middle ends the rollout on every rank, or where ranks do not wait for
+    each other on its own rank alone; the next rollout works."""
+    engine, plain = engine_of(llama(), pinned=pinned, layout="strict"), Plain(llama())
+    rank = dist.get_rank()
+    model, state = engine.module, engine.generator._state
+    count = 8 if rank == 0 else 4  # rank 1 has nothing left to do while rank 0 goes on
+    params = SamplingParams(count, greedy=True, suppress_ids=(2,))
+
+    def rollout() -> None:
+        assert engine.rollout(mine(), params).tokens == plain.greedy(mine(), count)
+
+    def fails(bad: int) -> None:
+        if rank == bad:
+            with pytest.raises(ZeroDivisionError, match=r"^in this test$"):
+                rollout()
+        elif pinned:
+            rollout()
+        else:
+            text = f"^rank {bad} failed in this rollout: ZeroDivisionError: in this test$"
+            with pytest.raises(RuntimeError, match=text):
+                rollout()
+
+    rollout()
+    before, order = held(engine), hooks(engine)
+    error = ZeroDivisionError("in this test")
+    modules = [model.model.embed_tokens, *model.model.layers, model.lm_head, model]
+    for index, module in enumerate(modules):
+        bad, left = index % 2, [index % 3]  # in the first forward or a later one
+
+        def hook(*_: object, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+
+        handles = [module.register_forward_hook(hook)] if rank == bad else []
+        fails(bad)
+        for handle in handles:
+            handle.remove()
+        assert held(engine) == before
+        assert hooks(engine) == order
+        rollout()
+    # Before the first forward, between two, and when the others have come to an end.
+    for name in ("begin", "admit", "record", "answers"):
+        for bad in (0, 1):
+            with failing(state, name, error) if rank == bad else nullcontext():
+                if name != "answers":
+                    fails(bad)
+                elif rank == bad:
+                    with pytest.raises(ZeroDivisionError):
+                        rollout()
+                else:
+                    rollout()
+            rollout()
+    engine.train()
+    train(engine, 0)
+    plain.step(0)
+    rollout()
+
+
 def check_streaming() -> None:
     """Never more than one group of layers at a time; traffic as counted by hand."""
     engine = engine_of(llama(), pinned=False, layout="strict")
@@ -395,6 +544,8 @@ def main() -> None:
     for name, check in {
         "tokens": check_tokens, "lengths": check_lengths, "soak": check_soak,
         "hooks": check_hooks, "exception": check_exception,
+        "native_on_one_rank": check_native_on_one_rank, "requests_apart": check_requests_apart,
+        "failure_on_one_rank": check_failure_on_one_rank,
     }.items():  # fmt: skip
         checks[f"{name}-pinned"] = lambda check=check: check(True)
         checks[f"{name}-unpinned"] = lambda check=check: check(False)
