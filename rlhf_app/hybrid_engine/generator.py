@@ -86,8 +86,11 @@ class Generator:
     ) -> Rollout:
         """Answer every prompt.
 
-        Ranks that share their rollouts all call this, each with its own prompts (of any
-        number, even none, and any lengths) and the same `params` but for seed and step.
+        Ranks that need each other (tensor parallel, ZeRO-3) all call this, each with its own
+        prompts (of any number, even none, and any lengths). Those that share their rows give
+        the same `params` but for seed and step. What one of them is refused, all are. Where
+        they share rows, an error of one in the middle leaves the others waiting for the
+        process group's timeout.
 
         Args:
             prompts: token ids of each prompt, of any lengths >= 1.
@@ -102,8 +105,9 @@ class Generator:
         Raises:
             ConfigError: an empty prompt, a row beyond the model's positions, bad arguments,
                 ranks that share a rollout but sample differently.
-            RuntimeError: no memory for the KV workspace, here or on a rank that shares it; or
-                the model is generating already, in another thread or around this call.
+            RuntimeError: no memory for the KV workspace, here or on a rank that shares it;
+                another rank failed in this rollout (unpinned ZeRO-3); or the model is
+                generating already, in another thread or around this call.
         """
         with exclusively(self.model):
             return self._rollout(prompts, params, uids, max_slots)
