@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator, SamplingParams
-from rlhf_app.hybrid_engine.lora import without_wrapper
+from rlhf_app.hybrid_engine.lora import base_layer, without_wrapper
 
 GREEDY = SamplingParams(8, greedy=True)
 LORA = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
@@ -108,7 +108,10 @@ def test_adapters_inside_the_layers_are_served(config, build, prompts):
         model.config.tie_word_embeddings = True
         model.tie_weights()
         assert model.lm_head.weight is model.model.embed_tokens.weight
+    embedding = model.get_input_embeddings()
     wrapped = _wrapped(model, config)
+    # Wrappers around it may lack its size, and compute its weight anew whenever asked.
+    assert base_layer(model.get_input_embeddings()) is embedding
     generator = Generator(wrapped)
     prompts = [*prompts[:4], [5, 6, 7]]
     _assert_logprobs(wrapped, prompts, generator.rollout(prompts, GREEDY))
