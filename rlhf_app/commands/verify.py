@@ -70,7 +70,11 @@ def verify(
             "--lora-rank": (lora_rank, "ppo.actor.lora.rank"),
             "--tp": (tp, "hybrid_engine.inference_tp_size"),
             "--dtype": (dtype, "model.dtype"),
-            "--processes": (processes or tp, "deployment.num_processes"),
+            "--processes": (
+                # Where --tp is wrong, the error shall name it alone.
+                tp if processes is None and tp is not None and tp > 0 else processes,
+                "deployment.num_processes",
+            ),
             "--seed": (seed, "seed"),
             "--deployment-type": (deployment_type, "deployment.type"),
         },

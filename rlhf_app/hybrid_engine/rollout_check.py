@@ -1,33 +1,38 @@
-"""Do rollouts sample the policy that trains? Their log-probs against the training forward's.
-
-Shapes: R rows, L tokens of prompt and answer, T answer tokens, V vocabulary.
+"""Do rollouts sample the policy that trains? Log-probs and draws against the training forward.
 
 An engine that decodes with a wrong mask, position or cache still makes fluent text; what it
-cannot make is the training forward's log-probs. So a few prompts are answered, greedily and
-sampled, and scored by the forward that the loss differentiates.
+cannot make is the training forward's log-probs. And one that samples wrongly still has those of
+whatever it drew: its uniforms pick other tokens. So a few prompts are answered, greedily, sampled,
+and sampled with stop ids that some answers meet, and scored by the forward that the loss
+differentiates.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rlhf_app.hybrid_engine import lora
+from rlhf_app.hybrid_engine.decode_step import RECAPTURE_PAYS_TOKENS
+from rlhf_app.hybrid_engine.draws import RowScores, end_problems, judge_tokens, together
+from rlhf_app.hybrid_engine.noise_floor import difference, routes, with_floor, with_routing
 from rlhf_app.hybrid_engine.sampling import SamplingParams
-from rlhf_app.report.verification import Gap
+from rlhf_app.hybrid_engine.training_scores import Answered, training_scores
+from rlhf_app.report.verification import Draws, Gap
 from rlhf_app.training.distributed import Dist
 
 log = logging.getLogger(__name__)
 
-#: Prompts on each rank, and answer tokens of each, that `check_rollouts` looks at.
-CHECK_PROMPTS = 4
-CHECK_TOKENS = 8
+# Prompts on each rank, and answer tokens of each, that `check_rollouts` looks at. The sampled
+# answers are longer: as long as it takes for a rollout to be worth a CUDA graph, so that the
+# run's own decode form is what is looked at, and positions that short prompts do not reach.
+_CHECK_PROMPTS = 4
+_CHECK_TOKENS = 8
+_CHECK_SAMPLED_TOKENS = RECAPTURE_PAYS_TOKENS
 
 # Mean and largest gap that rounding explains, in units of (1 + spread of the logits) times the
 # dtype's epsilon: an untrained model's log-probs hardly depend on anything, and an error in them
@@ -35,73 +40,100 @@ CHECK_TOKENS = 8
 # felt only where a layer's result is stored. Positions off by one: 58,000 in fp32, 3 in bf16.
 _UNITS = {torch.float32: (50.0, 500.0), torch.float64: (50.0, 500.0)}
 _HALF_UNITS = (1.5, 20.0)
-# Deep or sharp models round more: then their own noise floor, times these, is the bound.
-_FLOORS = (4.0, 8.0)
-_UNBOUNDED = 1e9
 
 
 class RolloutMismatch(RuntimeError):
     """Rollouts do not sample the policy that trains; training on them would be wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """Prompts with their answers, and the log-probs that the rollout gave them.
-
-    Attributes:
-        prompts, answers: token ids.
-        logprobs: one fp32 CPU tensor per answer.
-        params: how the answers were drawn.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]]
-    logprobs: Sequence[torch.Tensor]
-    params: SamplingParams
-
-
 def check_rollouts(
     engine: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, dist: Dist
 ) -> dict[str, float]:
-    """Answer a few prompts and compare log-probs with the training forward; all ranks call it.
+    """Answer a few prompts and compare with the training forward; all ranks call it.
 
     Args:
         engine: a HybridEngine; it is in the same mode afterwards.
-        prompts: token ids, at least one prompt; the first few that this rank should try.
+        prompts: token ids of what rollouts will be given, at least one prompt and the same on
+            every rank; the longest, the shortest and two between are tried, others on each rank.
         params: of the run's rollouts, no top-k or top-p; the number of tokens is ours.
         dist: process group.
 
     Returns:
-        Mean and largest gap over all ranks, in nats, and the number of tokens compared.
+        Over all ranks the mean and largest log-prob gap, in nats, the number of tokens compared,
+        and the share of sampled tokens that the training forward would not have drawn.
 
     Raises:
-        RolloutMismatch: on every rank, when the gap on any is more than rounding explains.
+        RolloutMismatch: on every rank, when on any the log-prob gap or the draws are not what
+            rounding explains, answers do not end at their stop ids, or nothing is finite.
     """
-    chosen = [prompts[i % len(prompts)] for i in range(CHECK_PROMPTS)]
-    params = replace(params, max_new_tokens=min(CHECK_TOKENS, params.max_new_tokens))
+    chosen = _choose(prompts, dist)
     training = engine.module.training
+    few = replace(params, max_new_tokens=min(_CHECK_TOKENS, params.max_new_tokens))
+    more = replace(params, max_new_tokens=min(_CHECK_SAMPLED_TOKENS, params.max_new_tokens))
     engine.eval()
-    answered = [answer(engine, chosen, replace(params, greedy=greedy)) for greedy in (True, False)]
+    answered = [answer(engine, chosen, replace(few, greedy=True))]
+    answered.append(answer(engine, chosen, replace(more, greedy=False)))
+    answered.append(
+        answer(engine, chosen, with_stops(replace(few, greedy=False), answered[1], dist))
+    )
     engine.train()
     try:
-        mine = compare(engine, answered, dist)
+        gap, draws = compare(engine, answered, dist)
     finally:
         engine.train(training)
-    gaps = [Gap(**values) for values in dist.gather_objects(mine.as_dict())]
-    worst = max(gaps, key=lambda gap: gap.excess)
-    tokens = sum(gap.tokens for gap in gaps)
-    numbers = {
-        "mean": sum(gap.mean * gap.tokens for gap in gaps) / max(tokens, 1),
-        "max": max(gap.max for gap in gaps),
-        "tokens": float(tokens),
-    }
-    if not worst.ok:
+    everyone = [
+        (Gap(**gap_values), Draws.from_dict(draw_values))
+        for gap_values, draw_values in dist.gather_objects((gap.as_dict(), draws.as_dict()))
+    ]
+    gaps = [gap for gap, _ in everyone]
+    broken = next((gap for gap in gaps if gap.not_finite or not gap.tokens), None)
+    if broken is not None:
         raise RolloutMismatch(
-            f"rollouts do not sample the policy that trains: {worst}; set "
+            f"rollouts cannot be compared with the policy that trains: {broken}; the weights of "
+            "the model are broken (NaN), or overflow in its dtype: give another model or dtype"
+        )
+    worst = max(gaps, key=lambda gap: gap.excess)
+    problems = [] if worst.ok else [str(worst)]
+    problems += [problem for _, draws in everyone for problem in draws.problems]
+    if problems:
+        raise RolloutMismatch(
+            f"rollouts do not sample the policy that trains: {problems[0]}; set "
             "hybrid_engine.enabled: false to use native generate, and see rlhf verify"
         )
-    log.info("rollout log-probs agree with the training forward's: %s", worst)
-    return numbers
+    tokens = sum(gap.tokens for gap in gaps)
+    sampled = [draws.sampled for _, draws in everyone]
+    log.info("rollouts sample the policy that trains: %s", worst)
+    return {
+        "mean": sum(gap.mean * gap.tokens for gap in gaps) / tokens,
+        "max": max(gap.max for gap in gaps),
+        "tokens": float(tokens),
+        "missed": sum(part.misses for part in sampled) / sum(part.tokens for part in sampled),
+    }
+
+
+def _choose(prompts: Sequence[Sequence[int]], dist: Dist) -> list[Sequence[int]]:
+    """The longest, shortest and two prompts between, others on each rank where there are others."""
+    ordered = sorted(prompts, key=len)
+    last = len(ordered) - 1
+    places = [part * last // (_CHECK_PROMPTS - 1) for part in range(_CHECK_PROMPTS)]
+    # Ranks go inwards from both ends, and upwards between them.
+    shifts = [*[dist.rank] * (_CHECK_PROMPTS - 1), -dist.rank]
+    return [
+        ordered[(place + shift) % len(ordered)] for place, shift in zip(places, shifts, strict=True)
+    ]
+
+
+def with_stops(params: SamplingParams, drawn: Answered, dist: Dist) -> SamplingParams:
+    """The parameters with stop ids that end some answers early; all ranks call it.
+
+    Args:
+        params: of a rollout that draws what `drawn` drew.
+        drawn: answers without these stop ids. Every second one shall end, at its third token.
+        dist: process group. Ranks that share rollouts need the same parameters.
+    """
+    mine = [tokens[min(2, len(tokens) - 1)] for tokens in drawn.answers[::2]]
+    found = {token for ids in dist.gather_objects(mine) for token in ids}
+    return replace(params, stop_ids=tuple(sorted(found | set(params.stop_ids))))
 
 
 def answer(
@@ -112,11 +144,13 @@ def answer(
 ) -> Answered:
     """One rollout of an engine that is in eval mode."""
     rollout = engine.rollout(prompts, params, max_slots=max_slots)
-    return Answered(prompts, rollout.tokens, rollout.logprobs, params)
+    return Answered(prompts, rollout.tokens, rollout.logprobs, params, rollout.stopped)
 
 
-def compare(engine: Any, answered: Sequence[Answered], dist: Dist, *, floor: bool = False) -> Gap:
-    """Gap between rollouts and the training forward on this rank; all ranks call it.
+def compare(
+    engine: Any, answered: Sequence[Answered], dist: Dist, *, floor: bool = False
+) -> tuple[Gap, Draws]:
+    """Rollouts against the training forward on this rank; all ranks call it.
 
     The same tokens are scored again row by row where rounding has to be told from error: the
     difference of two training forwards in different batch shapes is the noise floor.
@@ -126,125 +160,44 @@ def compare(engine: Any, answered: Sequence[Answered], dist: Dist, *, floor: boo
         answered: what to compare.
         dist: process group.
         floor: measure the noise floor in any case.
+
+    Returns:
+        The gap of log-probs, and whether tokens are those that the training forward's
+        distribution and their uniforms give.
     """
-    scores = [score for part in answered for score in _training_scores(engine, part)]
-    trained = [logprobs for logprobs, _ in scores]
+    scored = [training_scores(engine, part) for part in answered]
+    scores = [score for part in scored for score in part]
+    trained = [row.logprobs for row, _ in scores]
     sampled = [logprobs for part in answered for logprobs in part.logprobs]
-    mean, largest, tokens = _difference(sampled, trained)
+    mean, largest, tokens = difference(sampled, trained)
     dtype = _dtype(engine.module)
     unit = torch.finfo(dtype).eps * (1.0 + sum(spread for _, spread in scores) / len(scores))
     expected = _UNITS.get(dtype, _HALF_UNITS)
-    gap = Gap(mean, largest, tokens, expected[0] * unit, expected[1] * unit)
+    lost = sum(int(row.isnan().sum()) for row in trained)
+    gap = Gap(mean, largest, tokens, expected[0] * unit, expected[1] * unit, not_finite=lost)
+    rows = [[row for row, _ in part] for part in scored]
+    draws = _judge(answered, rows, gap)
     # One rank's doubt is everyone's: under ZeRO-3 a forward needs every rank.
-    if dist.any(floor or not gap.ok):
-        rows = [(part, row) for part in answered for row in range(len(part.prompts))]
-        alone = []
-        for index in range(max(dist.gather_objects(len(rows)))):
-            part, row = rows[index % len(rows)]  # ranks with fewer rows repeat some, unused
-            alone += training_logprobs(engine, _only(part, row))
-        alone = alone[: len(rows)]
-        floor_mean, floor_max, _ = _difference(alone, trained)
-        gap = replace(
-            gap,
-            floor_mean=floor_mean,
-            floor_max=floor_max,
-            mean_bound=max(gap.mean_bound, _FLOORS[0] * floor_mean),
-            max_bound=max(gap.max_bound, _FLOORS[1] * floor_max),
-        )
-    return gap
+    if dist.any(floor or not gap.ok or bool(draws.problems)):
+        gap = with_floor(engine, answered, trained, gap, dist)
+        draws = _judge(answered, rows, gap)
+    if routes(engine.module) and dist.any(not gap.ok or bool(draws.problems)):
+        gap = with_routing(engine, answered, trained, gap)
+        draws = _judge(answered, rows, gap)
+    return gap, draws
 
 
-def training_logprobs(engine: Any, answered: Answered) -> list[torch.Tensor]:
-    """Log-probs of answer tokens by the training forward, all rows in one right-padded batch.
-
-    Args:
-        engine: a DeepSpeed engine around a causal LM, or the model itself.
-        answered: prompts and answers; their params say which distribution.
-
-    Returns:
-        One fp32 CPU tensor per answer.
-    """
-    return [logprobs for logprobs, _ in _training_scores(engine, answered)]
-
-
-@torch.no_grad()
-def _training_scores(engine: Any, answered: Answered) -> list[tuple[torch.Tensor, float]]:
-    """Of each answer its tokens' log-probs, and the spread of the logits behind them."""
-    params = answered.params
-    assert params.top_k == 0, "the training forward knows no top-k"
-    assert params.top_p == 1.0, "the training forward knows no top-p"
-    rows = [[*p, *a] for p, a in zip(answered.prompts, answered.answers, strict=True)]
-    logits_RLV = training_logits(engine, rows)
-    found = []
-    for row, (prompt, tokens) in enumerate(zip(answered.prompts, answered.answers, strict=True)):
-        first = len(prompt) - 1
-        logits_TV = logits_RLV[row, first : first + len(tokens)].float() / params.temperature
-        spread = _spread(logits_TV)
-        if params.suppress_ids:
-            logits_TV[:, list(params.suppress_ids)] = -math.inf
-        index_T1 = torch.tensor(list(tokens), device=logits_TV.device, dtype=torch.int64)[:, None]
-        found.append((logits_TV.log_softmax(-1).gather(1, index_T1)[:, 0].cpu(), spread))
-    return found
-
-
-def _spread(logits_TV: torch.Tensor) -> float:
-    """Standard deviation over the vocabulary, mean over tokens.
-
-    Some models give entries that are no tokens a logit of -inf: they are left out. Weights so
-    broken that nothing is left are for the guards of training to report.
-    """
-    known_TV = logits_TV.masked_fill(~logits_TV.isfinite(), math.nan)
-    centred_TV = known_TV - known_TV.nanmean(-1, keepdim=True)
-    return float(centred_TV.square().nanmean(-1).sqrt().nanmean().nan_to_num(0.0))
-
-
-def training_logits(engine: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The training forward of ragged rows: right-padded, positions from 0, no attention mask.
-
-    Args:
-        engine: a DeepSpeed engine around a causal LM, or the model itself.
-        rows: token ids, none empty.
-
-    Returns:
-        [R, L, V] logits; causal attention keeps padding from what precedes it.
-    """
-    model = lora.without_wrapper(getattr(engine, "module", engine))
-    device = model.get_input_embeddings().weight.device
-    longest = max(map(len, rows))
-    ids_RL = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    extras: dict[str, Any] = {}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        extras["position_ids"] = torch.arange(longest, device=device).expand(ids_RL.shape)
-    logits: torch.Tensor = engine(input_ids=ids_RL, use_cache=False, **extras).logits
-    return logits
-
-
-def _only(answered: Answered, row: int) -> Answered:
-    return replace(
-        answered,
-        prompts=[answered.prompts[row]],
-        answers=[answered.answers[row]],
-        logprobs=[answered.logprobs[row]],
-    )
+def _judge(answered: Sequence[Answered], scores: list[list[RowScores]], gap: Gap) -> Draws:
+    """The draws under a log-prob gap that rounding explains."""
+    parts, ends = [], []
+    for part, rows in zip(answered, scores, strict=True):
+        misses = judge_tokens(rows, part.params, gap.mean_bound, gap.max_bound)
+        parts.append((part.params.greedy, misses))
+        ends += end_problems(part.answers, part.stopped, part.params)
+    return together(parts, ends, sum(len(part.answers) for part in answered))
 
 
 def _dtype(module: Any) -> torch.dtype:
     """Of the embedding: a partitioned weight keeps its dtype."""
     dtype: torch.dtype = lora.without_wrapper(module).get_input_embeddings().weight.dtype
     return dtype
-
-
-def _difference(
-    some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[float, float, int]:
-    """Mean and largest absolute difference, and the number of tokens.
-
-    Where the training forward itself is not finite there is nothing to compare with: the guards
-    of training say what is wrong. A rollout that is not finite differs without bound.
-    """
-    one, other = torch.cat(list(some)).double(), torch.cat(list(others)).double()
-    gap = (one - other)[other.isfinite()].abs()
-    gap = gap.nan_to_num(nan=_UNBOUNDED, posinf=_UNBOUNDED)
-    if not len(gap):
-        return 0.0, 0.0, 0
-    return float(gap.mean()), float(gap.max()), len(gap)

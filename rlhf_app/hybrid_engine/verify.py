@@ -26,8 +26,9 @@ from rlhf_app.hybrid_engine.engine import HybridEngine, initialize
 from rlhf_app.hybrid_engine.hf_greedy import compare_with_hf
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.memory_use import memory_use, reset_peak
-from rlhf_app.hybrid_engine.rollout_check import answer, compare, training_logits
+from rlhf_app.hybrid_engine.rollout_check import answer, compare, with_stops
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.training_scores import Answered, training_logits
 from rlhf_app.hybrid_engine.weight_places import WeightPlaces
 from rlhf_app.models.load import load_causal_lm, model_max_length, resolve_dtype
 from rlhf_app.models.lora import attach
@@ -44,6 +45,7 @@ _LENGTHS = (1, 5, 12, 9)
 _NEW_TOKENS = RECAPTURE_PAYS_TOKENS + 8
 # Fewer than prompts: a slot is refilled.
 _SLOTS = 3
+_TEMPERATURE = 0.7
 # One Adam step of this size moves every trained weight, in bf16 as well.
 _LEARNING_RATE = 1e-3
 # Steps that fp16's loss scaling may skip before one counts.
@@ -154,6 +156,8 @@ class Verifier:
         engine = self._engine
         engine.train()
         first_RLV = self._training_forward()
+        if self._dist.any(bool(found.problems)):
+            return found  # nothing can be compared with what is not finite
         memory_before = found.switches[-1].bytes
         self._generate(1)
         second_RLV = self._training_forward()
@@ -166,8 +170,9 @@ class Verifier:
         self._optimizer_step()
         self._generate(2)
         third_RLV = self._training_forward()
-        found.logits_change = _change(third_RLV, second_RLV)
-        if not found.logits_change > noise:
+        change = _change(third_RLV, second_RLV)
+        found.logits_change = change if math.isfinite(change) else None
+        if change <= noise:
             self._problem("the optimizer step changed nothing")
         engine.eval()  # ends the iteration that the breakdown describes
         found.breakdown = str(engine.breakdown)
@@ -178,30 +183,40 @@ class Verifier:
 
     @torch.no_grad()
     def _logits(self) -> torch.Tensor:
-        return training_logits(self._engine, self._prompts).float()
+        logits_RLV = training_logits(self._engine, self._prompts).float()
+        # Some models give entries that are no tokens a logit of -inf.
+        return logits_RLV.masked_fill(logits_RLV == -math.inf, 0.0)
 
     def _training_forward(self) -> torch.Tensor:
         reset_peak(self._dist.device)
         logits_RLV = self._logits()
         norm = float(logits_RLV.norm())
         if not math.isfinite(norm):
-            self._problem(f"the training forward's logits are not finite ({norm})")
+            count = int((~logits_RLV.isfinite()).sum())
+            self._problem(
+                f"the training forward's logits are not finite: {count:,} of "
+                f"{logits_RLV.numel():,} are NaN or too large"
+            )
         self._note_switch("training forward", norm if math.isfinite(norm) else None)
         return logits_RLV
 
     def _generate(self, number: int) -> None:
-        """Generate, then compare tokens with transformers' and log-probs with training's."""
+        """Generate, then compare tokens with transformers', log-probs and draws with training's."""
         engine, found, generator = self._engine, self._found, self._engine.generator
         engine.eval()
         self._places.note()
         reset_peak(self._dist.device)
         answered = [
             answer(engine, self._prompts, SamplingParams(self._new_tokens, greedy=True), _SLOTS),
-            answer(engine, self._prompts, SamplingParams(self._new_tokens, seed=self._seed)),
         ]
+        params = self._sampling(answered[0])
+        answered.append(answer(engine, self._prompts, params))
+        form = generator.form
+        params = with_stops(params, answered[1], self._dist)
+        answered.append(answer(engine, self._prompts, params, _SLOTS))
         used = generator.workspace_peak_bytes
         self._note_switch("generate", workspace=used)
-        found.form = generator.form
+        found.form = form
         on = engine.settings.enabled
         found.missing = generator.capability.missing if on else "hybrid_engine.enabled"
         found.route = "workspace" if found.missing is None else "native"
@@ -221,10 +236,26 @@ class Verifier:
         found.workspace = f"{used:,} bytes, " + (
             f"{kept:,} kept for the next rollout" if kept else "returned"
         )
-        gap = compare(engine, answered, self._dist, floor=True)
+        gap, draws = compare(engine, answered, self._dist, floor=True)
         found.gaps.append(gap)
-        if not gap.ok:
-            self._problem(f"generate {number}: {gap}")
+        found.draws.append(draws)
+        for problem in [*([] if gap.ok else [str(gap)]), *draws.problems]:
+            self._problem(f"generate {number}: {problem}")
+
+    def _sampling(self, greedy: Answered) -> SamplingParams:
+        """Another temperature, and likely ids suppressed; the same on all ranks.
+
+        Args:
+            greedy: answers that hold ids which would be drawn.
+        """
+        likely = [answer[0] for answer in greedy.answers]
+        ids = {token for part in self._dist.gather_objects(likely) for token in part}
+        return SamplingParams(
+            self._new_tokens,
+            temperature=_TEMPERATURE,
+            suppress_ids=tuple(sorted(ids)),
+            seed=self._seed,
+        )
 
     def _optimizer_step(self) -> None:
         engine = self._engine

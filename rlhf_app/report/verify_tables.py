@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_app.report.verification import Verification
+from rlhf_app.report.verification import Draws, Verification
 
 
 def print_verification(console: Console, found: Verification, rank: int | None) -> None:
@@ -38,16 +38,26 @@ def rows(found: Verification) -> list[tuple[str, str]]:
     if found.missing is not None:
         route += f" (missing: {found.missing})"
     numbered = list(enumerate(zip(found.greedy, found.gaps, strict=True), start=1))
+    change = "" if found.logits_change is None else f"{found.logits_change:.2g} of their size"
     return [
         ("route", route),
         ("decode form", found.form),
         *((f"greedy tokens {i} against Hugging Face", str(greedy)) for i, (greedy, _) in numbered),
         *((f"log-probs {i} against training", str(gap)) for i, (_, gap) in numbered),
-        ("optimizer step moved the logits by", f"{found.logits_change:.2g} of their size"),
+        *(row for i, draws in enumerate(found.draws, start=1) for row in _draws(i, draws)),
+        ("optimizer step moved the logits by", change),
         ("weights", found.weights),
         ("KV workspace", found.workspace),
         ("breakdown", found.breakdown),
         ("result", "; ".join(found.problems) or "no mismatch"),
+    ]
+
+
+def _draws(number: int, draws: Draws) -> list[tuple[str, str]]:
+    return [
+        (f"sampled tokens {number} against training", str(draws.sampled)),
+        (f"greedy tokens {number} against training", str(draws.greedy)),
+        (f"answer ends {number}", draws.ending),
     ]
 
 

@@ -27,7 +27,7 @@ from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import Generator
-from rlhf_app.hybrid_engine.rollout_check import CHECK_PROMPTS, check_rollouts
+from rlhf_app.hybrid_engine.rollout_check import check_rollouts
 from rlhf_app.models.limits import check_vocabulary
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
@@ -97,9 +97,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     def check() -> dict[str, float]:
         """Nothing trains on rollouts that do not sample the policy in training."""
-        few = [stream[dist.rank * CHECK_PROMPTS + i].input_ids for i in range(CHECK_PROMPTS)]
         params = sampling_params(models, ppo, seed=config.seed, step=0)
-        return check_rollouts(models.actor, few, params, dist)
+        return check_rollouts(models.actor, [p.input_ids for p in prompts], params, dist)
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
     checks = [check()] if config.hybrid_engine.enabled else []

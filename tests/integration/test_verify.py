@@ -33,7 +33,14 @@ def check_all_is_well(rank):
     for gap in rank["gaps"]:
         assert 0 < gap["mean"] <= gap["max"] < 1e-4  # fp32
         assert gap["mean_bound"] < 1e-4
-        assert gap["tokens"] == 2 * rank["greedy"][0]["tokens"]  # greedy and sampled
+    for gap, draws in zip(rank["gaps"], rank["draws"], strict=True):
+        greedy, sampled = draws["greedy"], draws["sampled"]
+        assert greedy["tokens"] == rank["greedy"][0]["tokens"]
+        # Sampled twice, the second time with stop ids.
+        assert greedy["tokens"] < sampled["tokens"] < 2 * greedy["tokens"]
+        assert gap["tokens"] == greedy["tokens"] + sampled["tokens"]
+        assert draws["ends"] == []
+        assert sampled["misses"] + sampled["forbidden"] + greedy["forbidden"] == 0
     assert rank["logits_change"] > 0.01
     assert rank["breakdown"].startswith("E2E latency=")
 
@@ -56,7 +63,9 @@ def test_the_table_of_a_trained_model(run_cli, shared_dir):
     assert "ZeRO 1, bfloat16, 1 process on cpu, LoRA rank 4, unfused" in done.stdout
     for label in (
         "logits norm", "decode form", "greedy tokens 2 against Hugging Face",
-        "log-probs 2 against training", "all at their address", "E2E latency=", "no mismatch",
+        "log-probs 2 against training", "sampled tokens 2 against training",
+        "greedy tokens 2 against training", "answer ends 2", "all at their address",
+        "E2E latency=", "no mismatch",
     ):  # fmt: skip
         assert label in done.stdout
 
@@ -106,6 +115,7 @@ def test_a_model_outside_the_workspace_says_what_it_lacks(run_cli, tmp_path):
         ("one layer's cache shifted", "generate 1: not Hugging Face's greedy tokens"),
         ("a weight moves", "generate 1: 1 of 20 parameters moved"),
         ("a weight is not put back", "the training forward changed"),
+        ("always the same token", "generate 1: sampled tokens are not drawn from the policy"),
         ("decoding from old weights", "generate 2: not Hugging Face's greedy tokens"),
     ],
 )
@@ -115,6 +125,31 @@ def test_complaint_dsc1_verify_finds_a_broken_engine(fault, reason, run_cli, tmp
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"rlhf: verify failed: {reason}")
+
+
+@pytest.mark.slow
+def test_weights_that_are_nan_are_named(run_cli, build_nan):
+    done = run_cli("verify", "--json", "--model", str(build_nan))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "rlhf: verify failed: the training forward's logits are not finite"
+    )
+    (rank,) = json.loads(done.stdout)
+    assert len(rank["problems"]) == 1
+
+
+@pytest.fixture
+def build_nan(tiny_lm, tmp_path):
+    """A model that a diverged run left."""
+    import torch
+    import transformers as tf
+
+    model = tf.AutoModelForCausalLM.from_pretrained(tiny_lm)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    tf.AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(tmp_path / "nan")
+    return tmp_path / "nan"
 
 
 @pytest.mark.slow
@@ -163,6 +198,8 @@ def test_complaint_dsc1_ppo_does_not_start_on_a_broken_engine(
         (["--zero-stage", "7"], "(from --zero-stage): expected 0, 1, 2 or 3"),
         (["--dtype", "fp64"], "(from --dtype)"),
         (["--tp", "2", "--processes", "3"], "--tp 2 does not divide --processes 3"),
+        (["--tp", "0"], "hybrid_engine.inference_tp_size = 0 (from --tp): expected greater"),
+        (["--tp", "-1"], "(from --tp): expected greater than or equal to 1"),
         (["--set", "ppo.kl=1"], "unknown setting"),
         pytest.param(["--model", "./nowhere"], "no such directory", marks=pytest.mark.slow),
     ],
