@@ -32,6 +32,7 @@ def generator(build):
         ([[2**70]], "prompt 0 is [1180591620717411303424]: give a list"),
         ([torch.tensor([[5]])], "prompt 0 is tensor([[5]]): give a list"),
         ([torch.tensor([5.0])], "prompt 0 is tensor([5.]): give a list"),
+        ([torch.tensor(5)], "prompt 0 is tensor(5): give a list"),
         (torch.tensor([[5, 6], [7, 8]]), "prompts is a Tensor: give a list"),
         (np.array([[5, 6]]), "prompts is a ndarray: give a list"),
         (5, "prompts is a int: give a list"),
