@@ -76,6 +76,7 @@ class Capability:
             attention interface.
         host_read: first operation of a decode step that makes the host wait for the device,
             which no CUDA graph can hold; None when there is none.
+        final: False where the forward raised: out of memory, or a hook, may not do so again.
     """
 
     layers: tuple[LayerShape, ...] = ()
@@ -85,6 +86,7 @@ class Capability:
     attention: tuple[LayerAttention, ...] = ()
     adapted: bool = False
     host_read: str | None = None
+    final: bool = True
 
 
 def probe(model: InferenceModel) -> Capability:
@@ -115,9 +117,8 @@ def probe(model: InferenceModel) -> Capability:
         text = " ".join(str(error).split())
         if len(text) > _TEXT_LENGTH:
             text = text[: _TEXT_LENGTH - 3] + "..."
-        return Capability(
-            (), f"a forward that runs over the workspace ({type(error).__name__}: {text})", limit
-        )
+        missing = f"a forward that runs over the workspace ({type(error).__name__}: {text})"
+        return Capability((), missing, limit, final=False)
 
 
 def require_decoder_only(model: InferenceModel) -> None:

@@ -14,13 +14,11 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.agreement import Terms
 from rlhf_app.hybrid_engine.capability import Capability, probe, require_decoder_only
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
-from rlhf_app.hybrid_engine.decode_state import DecodeState
-from rlhf_app.hybrid_engine.decode_step import DecodeStep
+from rlhf_app.hybrid_engine.decode_memory import DecodeMemory
 from rlhf_app.hybrid_engine.exclusive import exclusively
 from rlhf_app.hybrid_engine.generate_output import as_output
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
-from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, free_bytes
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.request_checks import check_length, check_prompts, check_suppressed
@@ -31,15 +29,7 @@ from rlhf_app.hybrid_engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# Workspace lengths are rounded up to this, so that rollouts of similar length reuse one.
-_POSITION_MULTIPLE = 16
-# Of the free memory, what a workspace may take where nobody bounds it: prefill and logits need
-# some of it, and where the workspace stays while the model trains, activations need more.
-_SHARE_RELEASED, _SHARE_KEPT = 0.8, 0.5
-
-
-def _rounded(positions: int) -> int:
-    return -(-positions // _POSITION_MULTIPLE) * _POSITION_MULTIPLE
+_MOST_PROBES = 3
 
 
 class Generator:
@@ -68,9 +58,8 @@ class Generator:
         self._model = InferenceModel(model, weights)
         self._sliced = weights if isinstance(weights, SlicedWeights) else None
         self._capability: Capability | None = None
-        self._workspace: KVWorkspace | None = None
-        self._state = DecodeState(self._model.device)
-        self._step: DecodeStep | None = None
+        self._failed_probes = 0
+        self._memory = DecodeMemory(self._model, self._settings, lambda: self.capability.layers)
         self._warned: set[str] = set()
         #: Answers and answer tokens of all rollouts so far, and how the last one decoded.
         self.samples = 0
@@ -119,6 +108,7 @@ class Generator:
         uids: Sequence[int] | None,
         max_slots: int | None,
     ) -> Rollout:
+        self._probe_again()
         self.capability  # noqa: B018 - the probe is a matter of all ranks, the checks are not
         mine, error = Terms(), None
         try:
@@ -144,7 +134,7 @@ class Generator:
             keys=keys,
             params=params,
             slots=slots,
-            room=None if max_slots else self._slots_that_fit(longest),
+            room=None if max_slots else self._memory.slots_that_fit(longest),
         )
         if self._sliced is None:
             return self._count(self._run(merged([request]), longest))
@@ -161,18 +151,16 @@ class Generator:
         """Decode over the workspace."""
         error: Exception | None = None
         try:
-            workspace = self._borrow(request.slots, longest)
+            workspace = self._memory.borrow(request.slots, longest)
         except RuntimeError as found:
             error = found
         self._raise(error)
-        if self._step is None:
-            layers = self.capability.layers
-            self._step = DecodeStep(self._model, layers, self._settings.enable_cuda_graph)
-        self._state.agree = None if self._sliced is None else self._sliced.group.same
+        memory = self._memory
+        memory.state.agree = None if self._sliced is None else self._sliced.group.same
         try:
             with self._model.session(), self._model.weights.together():
                 return DecodeLoop(
-                    self._model, workspace, self._state, self._step,
+                    self._model, workspace, memory.state, memory.step,
                     request.prompts, torch.tensor(request.keys, dtype=torch.int64),
                     request.params, request.slots,
                 ).run()  # fmt: skip
@@ -261,6 +249,15 @@ class Generator:
                     self._share_no_more(missing[0])
         return self._capability
 
+    def _probe_again(self) -> None:
+        """Forget a probe that ended in an error, a few times, where no other rank takes part."""
+        found = self._capability
+        if found is None or found.final or self._model.weights.agreement is not None:
+            return
+        if self._failed_probes < _MOST_PROBES:
+            self._failed_probes += 1
+            self._capability = None
+
     def _share_no_more(self, missing: str) -> None:
         """Go back to whole weights where slices do not compute what they do."""
         assert self._sliced is not None
@@ -281,20 +278,16 @@ class Generator:
     @property
     def workspace_bytes(self) -> int:
         """Bytes that the KV workspace holds now."""
-        return 0 if self._workspace is None else self._workspace.nbytes
+        return self._memory.workspace_bytes
 
     @property
     def workspace_peak_bytes(self) -> int:
         """The most bytes that the KV workspace has held so far."""
-        return 0 if self._workspace is None else self._workspace.peak_bytes
+        return self._memory.workspace_peak_bytes
 
     def release(self) -> None:
         """Give the KV workspace back; the next rollout takes a new one."""
-        if self._workspace is not None:
-            self._workspace.release()
-        if self._step is not None:
-            self._step.drop_graphs()  # they read the workspace where it was
-        self._state.release()
+        self._memory.release()
 
     def _lacking(self, longest: int) -> tuple[str, ...]:
         """What the workspace path misses for rows of this length, in words."""
@@ -324,33 +317,6 @@ class Generator:
         if reason not in self._warned:
             self._warned.add(reason)
             logger.warning("%s: using native generate, which is slower", reason)
-
-    def _slots_that_fit(self, longest: int) -> int | None:
-        """Rows of this length that find room in the device's memory; None on the host.
-
-        Ranks may count differently: what a request draws does not depend on it.
-        """
-        if self._model.device.type != "cuda":
-            return None
-        workspace = self._kv_workspace()
-        share = _SHARE_RELEASED if self._settings.release_inference_cache else _SHARE_KEPT
-        room = int(share * (free_bytes(self._model.device) + workspace.nbytes))
-        return max(1, room // workspace.bytes_for(1, _rounded(longest)))
-
-    def _kv_workspace(self) -> KVWorkspace:
-        made_for = self._model.kv_dtype, self._model.device
-        if self._workspace is not None and self._workspace.made_for != made_for:
-            self.release()  # the model was cast or moved since
-            self._workspace, self._step = None, None
-            self._state = DecodeState(self._model.device)
-        if self._workspace is None:
-            self._workspace = KVWorkspace(self.capability.layers, *made_for)
-        return self._workspace
-
-    def _borrow(self, slots: int, longest: int) -> KVWorkspace:
-        workspace = self._kv_workspace()
-        workspace.borrow(slots, _rounded(longest))
-        return workspace
 
     def _check(
         self,

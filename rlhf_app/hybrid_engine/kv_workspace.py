@@ -32,6 +32,15 @@ class LayerShape:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
+# Lengths are rounded up to this, so that rollouts of similar length reuse one workspace.
+_POSITION_MULTIPLE = 16
+
+
+def rounded(positions: int) -> int:
+    """Positions to borrow for rows of this length."""
+    return -(-positions // _POSITION_MULTIPLE) * _POSITION_MULTIPLE
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes of a CUDA device that can still be allocated, torch's own reserve included."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

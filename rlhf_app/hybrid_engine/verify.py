@@ -214,6 +214,12 @@ class Verifier:
         form = generator.form
         params = with_stops(params, answered[1], self._dist)
         answered.append(answer(engine, self._prompts, params, _SLOTS))
+        sharers = engine.settings.inference_tp_size
+        if engine.settings.enabled and sharers > 1 and "tensor parallel" not in form:
+            self._problem(
+                f"generate {number}: {sharers} processes were to share each rollout, but each "
+                "rolled out with whole weights"
+            )
         used = generator.workspace_peak_bytes
         self._note_switch("generate", workspace=used)
         found.form = form

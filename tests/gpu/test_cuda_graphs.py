@@ -48,7 +48,7 @@ def test_weights_that_change_in_place_are_followed_without_a_new_capture(build, 
     model = build("llama").cuda()
     generator = Generator(model)
     first = generator.rollout(prompts, GREEDY).tokens
-    graphs = {key: graph.graph for key, graph in generator._step._graphs.items()}
+    graphs = {key: graph.graph for key, graph in generator._memory.step._graphs.items()}
     assert graphs
     with torch.no_grad():
         for weight in model.parameters():
@@ -56,7 +56,7 @@ def test_weights_that_change_in_place_are_followed_without_a_new_capture(build, 
     second = generator.rollout(prompts, GREEDY).tokens
     assert second != first
     assert second == _eager(model).rollout(prompts, GREEDY).tokens
-    assert {key: graph.graph for key, graph in generator._step._graphs.items()} == graphs
+    assert {key: graph.graph for key, graph in generator._memory.step._graphs.items()} == graphs
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])

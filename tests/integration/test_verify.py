@@ -94,6 +94,23 @@ def test_several_ranks_and_zero_stages(flags, run_cli):
 
 
 @pytest.mark.slow
+def test_tensor_parallelism_that_was_not_used_is_no_success(run_cli, tmp_path):
+    """Three heads do not divide by two: the rollouts are right, but not those asked for."""
+    import transformers as tf
+
+    config = tf.LlamaConfig(
+        vocab_size=97, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, max_position_embeddings=64,
+    )  # fmt: skip
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "three")
+    done = run_cli("verify", "--model", str(tmp_path / "three"), "--tp", "2", timeout=240)
+    assert done.returncode == 1
+    assert "2 processes were to share each rollout" in done.stderr.splitlines()[-1]
+    assert "verify: warning: " in done.stdout + done.stderr
+    assert "does not divide by 2" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_a_model_outside_the_workspace_says_what_it_lacks(run_cli, tmp_path):
     import transformers as tf
 

@@ -3,8 +3,7 @@ import torch
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
-from rlhf_app.hybrid_engine import Generator, SamplingParams
-from rlhf_app.hybrid_engine import generator as generator_module
+from rlhf_app.hybrid_engine import Generator, SamplingParams, decode_memory
 from rlhf_app.hybrid_engine.attention import Decode
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 
@@ -218,7 +217,8 @@ def test_rows_at_once_are_bounded_by_free_memory(release, rows, build, prompts, 
     want = generator.rollout(prompts, SamplingParams(4))
     generator.release()
     # 3 layers x 16 positions x 2 kv heads x (8 + 8) x 4 bytes a row, and room for ten rows
-    monkeypatch.setattr(generator_module, "free_bytes", lambda _: 10 * 3 * 16 * 2 * 16 * 4)
+    monkeypatch.setattr(decode_memory, "free_bytes", lambda _: 10 * 3 * 16 * 2 * 16 * 4)
+    monkeypatch.setattr(decode_memory, "DecodeState", lambda _: None)
     monkeypatch.setattr(InferenceModel, "device", _CudaByName())
     seen = []
     monkeypatch.setattr(

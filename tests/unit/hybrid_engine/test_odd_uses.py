@@ -149,4 +149,20 @@ def test_kinds_of_sampling_that_come_once_are_not_kept(build, prompts):
     for step in range(40):
         params = SamplingParams(2, temperature=1 + step / 100)
         generator.rollout(prompts[:2], params)
-    assert len(generator._state._constants) <= decode_state._MOST_KINDS
+    assert len(generator._memory.state._constants) <= decode_state._MOST_KINDS
+
+
+def test_a_probe_that_failed_once_is_repeated(build, prompts):
+    model = build("llama")
+    generator = Generator(model)
+
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    hook = model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generator.rollout(prompts, GREEDY)  # the native path meets the hook too
+    hook.remove()
+    generator.rollout(prompts, GREEDY)
+    assert generator.form != "native"
+    assert generator.capability.missing is None

@@ -382,7 +382,7 @@ def check_failure_on_one_rank(pinned: bool) -> None:
     each other on its own rank alone; the next rollout works."""
     engine, plain = engine_of(llama(), pinned=pinned, layout="strict"), Plain(llama())
     rank = dist.get_rank()
-    model, state = engine.module, engine.generator._state
+    model, state = engine.module, engine.generator._memory.state
     count = 8 if rank == 0 else 4  # rank 1 has nothing left to do while rank 0 goes on
     params = SamplingParams(count, greedy=True, suppress_ids=(2,))
 
