@@ -313,7 +313,7 @@ def check_errors() -> None:
                 engine.rollout(prompts, GREEDY)
         if rank == 0:
             with (
-                failing(engine.generator, "_borrow", no_room),
+                failing(engine.generator._memory, "borrow", no_room),
                 pytest.raises(RuntimeError, match=r"^no room"),
             ):
                 engine.rollout(prompts, GREEDY)

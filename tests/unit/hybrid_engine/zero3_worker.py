@@ -346,13 +346,14 @@ def check_requests_apart(pinned: bool) -> None:
         mask = torch.tensor([[int(rank != bad)]])
         with pytest.raises(ConfigError, match=f"^{prefix}generate: row 0 of attention_mask"):
             engine.generate(torch.tensor([[5]]), mask, max_new_tokens=2)
-        for method, error, other in (
-            ("_borrow", RuntimeError("no room"), "no room"),
-            ("_check", TypeError("odd"), "TypeError: odd"),
+        generator = engine.generator
+        for place, method, error, other in (
+            (generator._memory, "borrow", RuntimeError("no room"), "no room"),
+            (generator, "_check", TypeError("odd"), "TypeError: odd"),
         ):
             if rank == bad:
                 with (
-                    failing(engine.generator, method, error),
+                    failing(place, method, error),
                     pytest.raises(type(error), match=f"^{error}$"),
                 ):
                     engine.rollout(mine(), GREEDY)
