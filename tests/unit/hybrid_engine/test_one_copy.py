@@ -147,8 +147,8 @@ def test_complaint_peers21_memory_is_flat_over_50_iterations(group, stage, hybri
         workspaces.append(engine.generator.workspace_bytes)
         if step % 10 == 9:
             live.append(_live_bytes())
-    # The peak of the process may creep by fragments, not by weights.
-    assert peaks[-1] - peaks[9] < weights
+    # The peak of the process may creep by fragments; copies left behind would be forty.
+    assert peaks[-1] - peaks[9] < 4 * weights
     assert max(live) - min(live) < MIB
     assert len(set(workspaces[1:])) == 1
     assert (workspaces[-1] == 0) is bool(hybrid.get("release_inference_cache"))

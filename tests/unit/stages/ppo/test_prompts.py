@@ -40,5 +40,5 @@ def test_mini_batches_hold_the_same_rows_for_any_number_of_ranks(world_size):
 def test_rows_that_no_rank_would_answer_are_refused_on_every_rank(batch, micro, ranks):
     ppo = PPOConfig(rollout_batch_size=batch, mini_batches=1, micro_batch_size=micro)
     for rank in range(ranks):
-        with pytest.raises(ConfigError, match=f"ppo.rollout_batch_size = {batch}: does not"):
+        with pytest.raises(ConfigError, match=f"ppo.rollout_batch_size = {batch}: is not"):
             rank_uids(ppo, Dist(rank, rank, ranks, torch.device("cpu")))
