@@ -89,7 +89,7 @@ def test_it_takes_less_than_a_second(build, prompts):
     engine = engine_of(build("llama"))
     start = time.process_time()
     check_rollouts(engine, prompts, SamplingParams(256), ALONE)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 3.0  # about .3 on two quiet cores
 
 
 @pytest.mark.parametrize("fault", ["wrong_positions", "wrong_cache"])
