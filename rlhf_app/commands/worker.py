@@ -44,12 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    if os.environ.get(LOG_TO_FILES) == "1":
+    to_files = os.environ.get(LOG_TO_FILES) == "1"
+    if to_files:
         _redirect_output(run.log(stage, rank))
         die_with_parent(signal.SIGKILL)
-        if rank == 0:
-            _note_warnings(run.warnings(stage))
-    _log_to_stderr(rank)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s: %(message)s")
+    if to_files and rank == 0:
+        _note_warnings(run.warnings(stage))
     try:
         check_origins()
         config = load_saved(run.config)
@@ -82,13 +83,6 @@ def _redirect_output(path: Path) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
-
-
-def _log_to_stderr(rank: int) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
 
 
 def _note_warnings(path: Path) -> None:

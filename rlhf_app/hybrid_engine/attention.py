@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rlhf_app.hybrid_engine.alibi import Alibi
 from rlhf_app.hybrid_engine.attention_math import attend, attend_rounded, banded_causal
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
+from rlhf_app.hybrid_engine.temporarily import temporarily
 
 NAME = "rlhf_kv_workspace"
 
@@ -142,14 +143,8 @@ def installed(configs: list[Any], name: str = NAME) -> Iterator[None]:
         configs: every distinct config object among the model's modules.
         name: a registered attention.
     """
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = name
+    with temporarily(configs, "_attn_implementation", name):
         yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            config._attn_implementation = old
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -136,6 +137,7 @@ class DecodeLoop:
         # Results do not depend on the order.
         first_of: dict[tuple[int, ...], int] = {}
         self._twin = [first_of.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
+        self._repeated = {twin for i, twin in enumerate(self._twin) if twin != i}
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), self._twin[i], i))
         self._waiting = deque(order)
         self._rows: list[_Row] = []
@@ -203,16 +205,16 @@ class DecodeLoop:
         """
         request = self._waiting[0]
         prompt = self._prompts[request]
-        siblings = [
-            index
-            for index, row in enumerate(self._rows)
-            if self._twin[row.request] == self._twin[request]
-        ]
-        if not siblings or len(prompt) < 2:
+        twin = self._twin[request]
+        if twin not in self._repeated or len(prompt) < 2:
+            return False
+        siblings = (i for i, row in enumerate(self._rows) if self._twin[row.request] == twin)
+        sibling = next(siblings, None)
+        if sibling is None:
             return False
         self._waiting.popleft()
         row = len(self._rows)
-        self._workspace.copy([self._slots[siblings[0]]], [self._slots[row]], len(prompt) - 1)
+        self._workspace.copy([self._slots[sibling]], [self._slots[row]], len(prompt) - 1)
         state = self._state.admit(row, [request], [self._slots[row]], [len(prompt)])
         state[TOKEN] = prompt[-1]
         self._rows.append(_Row(request, len(prompt) - 1 - self._step, self._step + 1))
@@ -257,7 +259,8 @@ class DecodeLoop:
         )
         logits_BV = self._model.prefill(ids_BP, lengths_B, step)
         if len(leaders) < len(group):
-            leader_of = [sum(i >= leader for leader in leaders) - 1 for i in range(len(group))]
+            starts = set(leaders)
+            leader_of = [n - 1 for n in accumulate(int(i in starts) for i in range(len(group)))]
             for i, leader in enumerate(leader_of):
                 if i != leaders[leader]:
                     self._workspace.copy([at[leader]], [slots[i]], len(prompts[leader]))

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_app.hybrid_engine import adapters, attention, lora
+from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 
 
@@ -87,14 +88,13 @@ class InferenceModel:
         """
         weights = self.weights.whole() if whole else self.weights.available()
         training = [module for module in self.model.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            with torch.inference_mode(False), weights, torch.no_grad():
-                yield
-        finally:
-            for module in training:
-                module.training = True
+        with (
+            temporarily(training, "training", False),
+            torch.inference_mode(False),
+            weights,
+            torch.no_grad(),
+        ):
+            yield
 
     @contextmanager
     def session(self, name: str = attention.NAME) -> Iterator[None]:

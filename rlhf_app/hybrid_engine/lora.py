@@ -31,6 +31,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.models.lora_layers import PlainAdapter, adapter_layers, plain_adapter
 
 RolloutMode = Literal["unfused", "fused"]
@@ -110,14 +111,8 @@ def adapter_off(model: Any) -> Iterator[None]:
         raise ConfigError("adapter_off: adapters are merged into the base; unmerge them first")
     # Not peft's `disable_adapters`: it also switches requires_grad, which a DeepSpeed engine
     # has read when it started.
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
+    with temporarily(layers, "_disable_adapters", True):
         yield
-    finally:
-        for layer, old in zip(layers, before, strict=True):
-            layer._disable_adapters = old
 
 
 @contextmanager

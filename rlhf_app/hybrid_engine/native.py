@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.positions import batch_dependent_from
 from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
+from rlhf_app.hybrid_engine.temporarily import temporarily
 
 # Per model, whether the rows of a batch influence each other.
 _MIXED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -190,12 +191,6 @@ class _CounterSampler(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 
-@contextmanager
-def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
+def _plain_generation_config(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Without the model's own defaults: they may hold penalties that nobody asked for here."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before
+    return temporarily([model], "generation_config", GenerationConfig())

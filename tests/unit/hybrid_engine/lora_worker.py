@@ -13,7 +13,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import transformers as tf
+from deepspeed_worker import tiny_llama  # beside this script
 
 from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import LoraSettings
@@ -25,16 +25,6 @@ from rlhf_app.training.saving import gather_state_dict
 
 NEW_TOKENS = 6
 IDS = torch.tensor([[5, 6, 7, 8, 9], [20, 21, 22, 23, 24]])
-
-
-def tiny_llama() -> tf.PreTrainedModel:
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return tf.LlamaForCausalLM(config)
 
 
 def start(stage: int, bf16: bool) -> HybridEngine:
