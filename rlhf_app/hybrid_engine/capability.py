@@ -21,6 +21,7 @@ from rlhf_app.hybrid_engine.host_reads import HostReads
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 from rlhf_app.hybrid_engine.positions import batch_dependent_from, most_positions
+from rlhf_app.hybrid_engine.rounding import disagreement, tolerance
 
 _PROBE = "rlhf_kv_workspace_probe"
 
@@ -34,10 +35,6 @@ _HARMLESS = frozenset(
 _ATTENTION_KINDS = frozenset({"attention", "full_attention", "sliding_attention"})
 # Tokens of the numeric check, the last two of them decoded one by one.
 _CHECK_TOKENS = 8
-# Largest |decoded - trained| over |trained|, norms of logits without their mean. Summation
-# order alone makes 1e-6 in fp32 (1e-3 with TF32) and a few percent in a deep bf16 model.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 5e-3, torch.float16: 5e-2}
-_LOW_PRECISION_TOLERANCE = 0.15
 _TEXT_LENGTH = 120
 
 
@@ -147,15 +144,6 @@ def keeps_state(model: InferenceModel) -> bool:
     return getattr(model.model, "_is_stateful", False) and bool(set(kinds) - _ATTENTION_KINDS)
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference of logits that rounding alone explains.
-
-    Args:
-        dtype: of weights or logits.
-    """
-    return _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
-
-
 def _probe(model: InferenceModel) -> _Recorder:
     if model.model.config.is_encoder_decoder:
         raise Unsupported("a decoder without an encoder")
@@ -205,15 +193,10 @@ def _check_numbers(model: InferenceModel, layers: tuple[LayerShape, ...], length
             decode = Decode(workspace, at_B, length - 2 + step, equal=False)
             with reads:
                 got.append(model.decode(ids_BP[rows, at_B], at_B, decode))
-    want = torch.stack([trained[rows, lengths_B - 1 + step] for step in range(3)]).float()
-    have = torch.stack(got).float()
-    if not want.isfinite().all():  # broken weights: nothing to compare with
-        return reads
-    scale = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
-    gap = (have - want).norm(dim=-1)
+    want = torch.stack([trained[rows, lengths_B - 1 + step] for step in range(3)])
     allowed = max(tolerance(model.dtype), tolerance(trained.dtype))
-    if not bool((gap <= allowed * scale).all()):
-        worst = float((gap / scale).max())
+    worst = disagreement(torch.stack(got), want, allowed)
+    if worst is not None:
         raise Unsupported(
             f"decoded logits equal to the training forward's (they differ by {worst:.2g} of "
             "their size: part of the state may live outside the attention)"

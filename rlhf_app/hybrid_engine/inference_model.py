@@ -2,8 +2,9 @@
 
 Shapes: B rows, P prompt tokens, V vocabulary.
 
-Nothing is copied or replaced: the module's own forward runs, with its attention routed to
-the KV workspace for the time of a `session`.
+Nothing is copied or replaced: for the time of a `session` the module's own forward runs with its
+attention routed to the KV workspace, or, where `fused` knows the model, the same computation in
+fewer kernels over the same parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_app.hybrid_engine import adapters, attention, lora
+from rlhf_app.hybrid_engine.fused.choice import FusedChoice
+from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
 
@@ -31,6 +34,7 @@ class InferenceModel:
 
     Attributes:
         lora_rollout: how LoRA adapters run in a session; see `hybrid_engine.lora`.
+        fused: chooses in each session between the module's forward and a fused one.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Weights | None = None) -> None:
@@ -42,6 +46,8 @@ class InferenceModel:
         self.text_config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
+        self.fused = FusedChoice()
+        self._decoder: FusedDecoder | None = None
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +107,8 @@ class InferenceModel:
         """`evaluation`, with attention routed to the workspace.
 
         Args:
-            name: attention to install.
+            name: attention to install. Only under its own name do forwards run fused: another
+                one wants to see what the model's layers ask for.
         """
         with (
             self.evaluation(),
@@ -112,7 +119,9 @@ class InferenceModel:
             # A compiled forward would trace the attention that stands in for its own.
             torch.compiler.set_stance("force_eager"),
         ):
-            yield
+            decoder = self.fused.decoder(self) if name == attention.NAME else None
+            with temporarily([self], "_decoder", decoder):
+                yield
 
     def prefill(
         self, ids_BP: torch.Tensor, lengths_B: torch.Tensor, step: attention.Step
@@ -128,7 +137,9 @@ class InferenceModel:
             [B, V] logits at each row's last real token. The head never sees the others: with
             a large vocabulary their logits would be the largest tensor of the whole run.
         """
-        positions = torch.arange(ids_BP.shape[1], device=ids_BP.device)
+        positions = torch.arange(ids_BP.shape[1], device=ids_BP.device).expand(ids_BP.shape)
+        if self._decoder is not None:
+            return self._decoder(ids_BP, positions, step, lengths_B - 1)
         rows = torch.arange(ids_BP.shape[0], device=ids_BP.device)
 
         def last_token(_: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -136,7 +147,7 @@ class InferenceModel:
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(last_token)
         try:
-            return self._forward(ids_BP, positions.expand(ids_BP.shape), step)[:, 0]
+            return self._forward(ids_BP, positions, step)[:, 0]
         finally:
             hook.remove()
 
@@ -153,6 +164,8 @@ class InferenceModel:
         Returns:
             [B, V] logits of the next token.
         """
+        if self._decoder is not None:
+            return self._decoder(tokens_B[:, None], positions_B[:, None], step)
         return self._forward(tokens_B[:, None], positions_B[:, None], step)[:, 0]
 
     def _forward(
@@ -170,7 +183,8 @@ class InferenceModel:
         reads the weights where they are now."""
         parameters = tuple(p.data_ptr() for p in self.model.parameters())
         buffers = tuple(b.data_ptr() for b in self.model.buffers())
-        return parameters, buffers, lora.rollout_state(self.model)
+        plan = None if self._decoder is None else self._decoder.plan
+        return parameters, buffers, lora.rollout_state(self.model), plan
 
     @property
     def takes_positions(self) -> bool:

@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from rlhf_app.hybrid_engine.capability import keeps_state, tolerance
+from rlhf_app.hybrid_engine.capability import keeps_state
 from rlhf_app.hybrid_engine.decode import Rollout, RolloutTimings
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.positions import batch_dependent_from
+from rlhf_app.hybrid_engine.rounding import tolerance
 from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, request_keys, uniforms
 from rlhf_app.hybrid_engine.temporarily import temporarily
 
