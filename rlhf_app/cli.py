@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import rlhf_app
-from rlhf_app.commands import data, stage, train, verify
+from rlhf_app.commands import bench, data, stage, train, verify
 from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, StageFailed
 from rlhf_app.origins import check_origins
 
@@ -36,6 +36,7 @@ for _name, _command in stage.COMMANDS.items():
     app.command(_name)(_command)
 app.add_typer(data.app, name="data")
 app.command("verify")(verify.verify)
+app.add_typer(bench.app, name="bench")
 
 # Options after which several values may stand, as in DeepSpeed-Chat's `--step 1 2 3`.
 _MANY_VALUES = {

@@ -1,0 +1,159 @@
+"""What the commands of `rlhf bench` share: flags, their checks, models, output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_app.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from rlhf_app.config.schema import RunConfig
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Causal LM with its own weights: directory or Hub id."),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        help="Random weights in the shape of a known model, such as opt-1.3b, llama-8b or tiny "
+        "(default: opt-1.3b on a GPU, else tiny).",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="auto|fp32|bf16|fp16", help="Of the weights (default: auto)."),
+]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", help="Tokens of every prompt.")]
+AnswerTokens = Annotated[int, typer.Option("--answer-tokens", help="Most tokens of an answer.")]
+AnswerLengths = Annotated[
+    str,
+    typer.Option(
+        "--answer-lengths",
+        metavar="fixed|geometric:MEAN",
+        help="All of full length, or drawn and cut there.",
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE|-", help="Write everything that was measured; - prints it alone."
+    ),
+]
+
+
+def parse_counts(text: str, flag: str) -> tuple[int, ...]:
+    """Reads `32,128`.
+
+    Raises:
+        ConfigError: no numbers, or one below 1.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"{flag} {text}: give whole numbers from 1, separated by commas")
+    return counts
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Refuses a count below 1.
+
+    Args:
+        counts: flag -> value.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for flag, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{flag} {count}: give at least 1")
+
+
+def resolve(
+    model: str | None, shape: str | None, flags: Mapping[str, tuple[object, str]], sets: list[str]
+) -> RunConfig:
+    """The settings behind the flags, with the model's name as the actor.
+
+    Args:
+        model: value of `--model`.
+        shape: value of `--shape`.
+        flags: flag -> (value, setting); None values are left out.
+        sets: values of `--set`.
+
+    Raises:
+        ConfigError: both a model and a shape, or a bad setting.
+    """
+    from rlhf_app.config.load import Override, load_config, parse_set
+
+    if model is not None and shape is not None:
+        raise ConfigError(f"--model {model} and --shape {shape} are both given: give one of them")
+    overrides = [parse_set(argument) for argument in sets]
+    overrides += [
+        Override(key, value, flag) for flag, (value, key) in flags.items() if value is not None
+    ]
+    overrides.append(Override("model.actor", model or f"shape/{shape}", "--model"))
+    return load_config(overrides=overrides).config
+
+
+def device() -> torch.device:
+    """Where the benchmark runs: the first GPU, else the CPU."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def default_shape() -> str:
+    """What is measured where nothing was named."""
+    return "opt-1.3b" if device().type == "cuda" else "tiny"
+
+
+def check_positions(config: Any, name: str, prompt: int, answer: int) -> None:
+    """Refuses rows beyond the model's positions.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    from rlhf_app.models.load import model_max_length
+
+    positions = model_max_length(config)
+    if prompt + answer > positions:
+        raise ConfigError(
+            f"--prompt-tokens {prompt} + --answer-tokens {answer} exceed the {positions} "
+            f"positions of {name}: lower one of them"
+        )
+
+
+def write(report: Mapping[str, Any], target: str | None, show: Callable[[Console], None]) -> None:
+    """Prints the tables, writes the JSON, or both.
+
+    Args:
+        report: plain values.
+        target: value of `--json`.
+        show: prints the tables.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from rich.console import Console
+
+    text = json.dumps(report, indent=1)
+    if target == "-":
+        typer.echo(text)
+        return
+    show(Console(highlight=False))
+    if target is not None:
+        try:
+            Path(target).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {target}: {error.strerror}") from error
