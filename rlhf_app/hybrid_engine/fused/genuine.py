@@ -32,7 +32,8 @@ def genuine(module: Any, package: str, name: str) -> Any:
     """
     kind = type(module)
     if kind.__module__ != package or kind.__qualname__ != name:
-        raise NotUnderstood(f"a {kind.__name__} in the place of {name}")
+        library = kind.__module__.split(".")[0]
+        raise NotUnderstood(f"{kind.__name__} of {library} in the place of {name}")
     if "forward" in module.__dict__ or not _as_written(kind.forward):
         raise NotUnderstood(f"{name} has a replaced forward")
     if _foreign(module._forward_hooks) or module._forward_pre_hooks:
