@@ -27,6 +27,7 @@ from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.decode import Rollout
 from rlhf_app.hybrid_engine.ds_settings import split_config
+from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.hybrid_engine.generator import Generator
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 from rlhf_app.hybrid_engine.tensor_parallel import shared_out
@@ -94,6 +95,8 @@ def initialize(
         extras["distributed_port"] = distributed_port
     if dist_init_required is not False and not any(name in os.environ for name in _LAUNCHED):
         setup()  # a group of one; DeepSpeed would look for MPI
+    if isinstance(model, torch.nn.Module):
+        join_storage(model)  # while nobody holds the parameters' memory
     engine, optimizer, dataloader, lr_scheduler = load_deepspeed().initialize(
         args=None if args is None else _without_config(args),
         model=model,

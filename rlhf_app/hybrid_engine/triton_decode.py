@@ -11,6 +11,56 @@ import triton.language as tl
 
 
 @triton.jit
+def _attend_block(
+    q, key_base, value_base, biases, best, total, mixed, start, stop, head,
+    k_pos, v_pos, bias_head, scale, softcap, query,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr,
+    ROUNDED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Takes stored positions `start` .. min(start + BLOCK, stop) into the running softmax.
+
+    WHOLE: the block is known to end before `stop`. Loads without a mask go to shared memory
+    behind the arithmetic of the block before.
+    """
+    member = tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    position = start + tl.arange(0, BLOCK)
+    k_at = key_base + position[:, None] * k_pos + dim[None, :]
+    v_at = value_base + position[:, None] * v_pos + dim[None, :]
+    if WHOLE and SIZE == WIDTH:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    else:
+        there = (position < stop)[:, None] & (dim < SIZE)[None, :]
+        k = tl.load(k_at, mask=there, other=0.0)
+        v = tl.load(v_at, mask=there, other=0.0)
+    if EXACT:
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    else:
+        logits = tl.dot(q, tl.trans(k)) * scale
+    if CAPPED:
+        # tanh(x) = 2 sigmoid(2x) - 1
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+    if BIASED:
+        place = biases + head[:, None] * bias_head + position[None, :]
+        inside = (member < GROUP)[:, None] & (position < stop)[None, :]
+        logits += tl.load(place, mask=inside, other=0.0)
+    if ROUNDED:
+        logits = logits.to(query.dtype.element_ty).to(tl.float32)
+    if not WHOLE:
+        logits = tl.where((position < stop)[None, :], logits, float("-inf"))
+    higher = tl.maximum(best, tl.max(logits, 1))
+    weight = tl.exp(logits - higher[:, None])
+    fade = tl.exp(best - higher)
+    if EXACT:
+        mixed = mixed * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
+    else:
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None])
+    return higher, total * fade + tl.sum(weight, 1), mixed
+
+
+@triton.jit
 def attend(
     query, new_key, new_value, keys, values, slots, lengths,
     biases, out, partial, extent,
@@ -26,7 +76,7 @@ def attend(
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row).to(tl.int32)
     slot = tl.load(slots + row)
 
     member = tl.arange(0, ROWS)
@@ -35,56 +85,53 @@ def attend(
     head = kv_head * GROUP + member
     own = (member < GROUP)[:, None] & real[None, :]
     q = tl.load(query + row * q_row + head[:, None] * q_head + dim[None, :], mask=own, other=0.0)
-    k_new = tl.load(new_key + row * nk_row + kv_head * nk_head + dim, mask=real, other=0.0)
-    v_new = tl.load(new_value + row * nv_row + kv_head * nv_head + dim, mask=real, other=0.0)
     key_base = keys + slot * k_slot + kv_head * k_head
     value_base = values + slot * v_slot + kv_head * v_head
 
+    # The new token counts as position `length`; it is never read back from the workspace.
     end = length + 1
     first = length * 0
     if WINDOWED:
         first = tl.maximum(end - window, 0)
     share = tl.cdiv(tl.cdiv(end - first, BLOCK), PARTS) * BLOCK
     low = first + part * share
-    high = tl.minimum(low + share, end)
-    if (low < end) & (high == end):
-        tl.store(key_base + length * k_pos + dim, k_new, mask=real)
-        tl.store(value_base + length * v_pos + dim, v_new, mask=real)
+    stop = tl.minimum(low + share, length)
+    whole = low + tl.maximum(stop - low, 0) // BLOCK * BLOCK
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(low, high, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        stored = (position < high) & (position < length)
-        newest = position == length
-        there = stored[:, None] & real[None, :]
-        k = tl.load(key_base + position[:, None] * k_pos + dim[None, :], mask=there, other=0.0)
-        k = tl.where(newest[:, None], k_new[None, :], k)
-        if EXACT:
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        else:
-            logits = tl.dot(q, tl.trans(k)) * scale
+    for start in range(low, whole, BLOCK):
+        best, total, mixed = _attend_block(
+            q, key_base, value_base, biases, best, total, mixed, start, stop, head,
+            k_pos, v_pos, bias_head, scale, softcap, query,
+            GROUP, SIZE, ROWS, WIDTH, BLOCK, True, CAPPED, BIASED, ROUNDED, EXACT,
+        )  # fmt: skip
+    if whole < stop:
+        best, total, mixed = _attend_block(
+            q, key_base, value_base, biases, best, total, mixed, whole, stop, head,
+            k_pos, v_pos, bias_head, scale, softcap, query,
+            GROUP, SIZE, ROWS, WIDTH, BLOCK, False, CAPPED, BIASED, ROUNDED, EXACT,
+        )  # fmt: skip
+    if (low < end) & (low + share >= end):
+        k_new = tl.load(new_key + row * nk_row + kv_head * nk_head + dim, mask=real, other=0.0)
+        v_new = tl.load(new_value + row * nv_row + kv_head * nv_head + dim, mask=real, other=0.0)
+        tl.store(key_base + length * k_pos + dim, k_new, mask=real)
+        tl.store(value_base + length * v_pos + dim, v_new, mask=real)
+        logit = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         if CAPPED:
-            # tanh(x) = 2 sigmoid(2x) - 1
-            logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+            logit = softcap * (2.0 * tl.sigmoid(2.0 * logit / softcap) - 1.0)
         if BIASED:
-            place = biases + head[:, None] * bias_head + position[None, :]
-            inside = (member < GROUP)[:, None] & (position < high)[None, :]
-            logits += tl.load(place, mask=inside, other=0.0)
+            logit += tl.load(biases + head * bias_head + length, mask=member < GROUP, other=0.0)
         if ROUNDED:
-            logits = logits.to(query.dtype.element_ty).to(tl.float32)
-        logits = tl.where((position < high)[None, :], logits, float("-inf"))
-        higher = tl.maximum(best, tl.max(logits, 1))
-        weight = tl.exp(logits - higher[:, None])
+            logit = logit.to(query.dtype.element_ty).to(tl.float32)
+        higher = tl.maximum(best, logit)
+        weight = tl.exp(logit - higher)
         fade = tl.exp(best - higher)
-        v = tl.load(value_base + position[:, None] * v_pos + dim[None, :], mask=there, other=0.0)
-        v = tl.where(newest[:, None], v_new[None, :], v)
-        if EXACT:
-            mixed = mixed * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
-        else:
-            mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v)
-        total = total * fade + tl.sum(weight, 1)
+        # Weights meet values in the type of the values, as in the blocks.
+        seen = weight.to(v_new.dtype).to(tl.float32)[:, None] * v_new.to(tl.float32)[None, :]
+        mixed = mixed * fade[:, None] + seen
+        total = total * fade + weight
         best = higher
 
     if PARTS == 1:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlhf_app.config.schema import HybridEngineSettings, TrainableSettings
+from rlhf_app.hybrid_engine.fused.joined import adjoining_order
 from rlhf_app.training.deepspeed_module import load_deepspeed
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.schedule import lr_factor
@@ -61,7 +62,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Biases and norm weights have one dimension and are not decayed. Without weight decay
     there is one group: fewer groups mean fewer kernels and messages.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    # ZeRO keeps this order in memory: query, key and value then are one matrix to rollouts.
+    parameters = adjoining_order(model, (p for p in model.parameters() if p.requires_grad))
     if weight_decay == 0:
         return [{"params": parameters, "weight_decay": 0.0}]
     groups = [
