@@ -30,23 +30,23 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
     for stage in ("sft", "reward"):
         if stage in config.stages:
             settings = config.sft if stage == "sft" else config.reward
-            _check_divides(
-                f"{stage}.batch_size",
-                settings.batch_size,
-                {
-                    f"{stage}.micro_batch_size": settings.micro_batch_size,
-                    "processes": num_processes,
-                },
-            )
+            if settings.micro_batch_tokens is None:
+                _check_divides(
+                    f"{stage}.batch_size",
+                    settings.batch_size,
+                    {
+                        f"{stage}.micro_batch_size": settings.micro_batch_size,
+                        "processes": num_processes,
+                    },
+                )
     if "ppo" in config.stages:
+        factors = {"ppo.mini_batches": config.ppo.mini_batches}
+        if config.ppo.micro_batch_tokens is None:
+            factors["ppo.micro_batch_size"] = config.ppo.micro_batch_size
         _check_divides(
             "ppo.rollout_batch_size",
             config.ppo.rollout_batch_size,
-            {
-                "ppo.mini_batches": config.ppo.mini_batches,
-                "ppo.micro_batch_size": config.ppo.micro_batch_size,
-                "processes": num_processes,
-            },
+            {**factors, "processes": num_processes},
         )
     _check_engine(config, num_processes)
     if config.gold.scorer is not None:

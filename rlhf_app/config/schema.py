@@ -109,6 +109,18 @@ class PPOConfig(Section):
         1, ge=1, description="Optimizer steps per PPO epoch: the rollout batch is cut into these."
     )
     micro_batch_size: int = Field(8, ge=1, description="Sequences per forward on one rank.")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a forward on one rank, padding included, in place of "
+        "micro_batch_size; a longer sequence runs alone. The objective is the same.",
+    )
+    score_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="The same where no gradient is needed: reward, values and evaluations. "
+        "Unset: 4 micro-batches on CUDA, 1 elsewhere.",
+    )
     max_prompt_length: int = Field(
         256, ge=1, description="Longer prompts are left out and counted."
     )

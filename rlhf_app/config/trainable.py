@@ -42,6 +42,12 @@ class SFTConfig(TrainableSettings):
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Sequences per optimizer step, all ranks.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per forward on one rank.")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a forward on one rank, padding included, in place of "
+        "micro_batch_size; a longer sequence runs alone. The objective is the same.",
+    )
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
     samples: int = Field(4, ge=0, description="Held-out prompts answered after training.")
     sample_tokens: int = Field(64, ge=1, description="Tokens of each such answer.")
@@ -55,6 +61,12 @@ class RewardConfig(TrainableSettings):
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps.")
     batch_size: int = Field(64, ge=1, description="Pairs per optimizer step, all ranks.")
     micro_batch_size: int = Field(8, ge=1, description="Pairs per forward on one rank.")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a forward on one rank, both answers and padding included, in "
+        "place of micro_batch_size; a longer pair runs alone. The objective is the same.",
+    )
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
     loss: Literal["final_token", "token_wise"] = Field(
         "final_token",

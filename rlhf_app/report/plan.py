@@ -128,7 +128,12 @@ def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
         ("sft", config.sft, "sequences"),
         ("reward", config.reward, "pairs"),
     ):
-        if stage in config.stages:
+        if stage in config.stages and settings.micro_batch_tokens is not None:
+            lines.append(
+                f"{stage}: {settings.batch_size} {unit} a step, in micro-batches of at most "
+                f"{settings.micro_batch_tokens} tokens on each of {count} process(es)"
+            )
+        elif stage in config.stages:
             accumulation = settings.batch_size // (settings.micro_batch_size * count)
             lines.append(
                 f"{stage}: {settings.batch_size} {unit} a step = micro-batch "
@@ -137,10 +142,13 @@ def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
     if "ppo" in config.stages:
         ppo = config.ppo
         accumulation = ppo.rollout_batch_size // (ppo.mini_batches * ppo.micro_batch_size * count)
+        micro = f"micro-batch {ppo.micro_batch_size} x accumulation {accumulation}"
+        if ppo.micro_batch_tokens is not None:
+            micro = f"micro-batches of at most {ppo.micro_batch_tokens} tokens"
         lines.append(
             f"ppo: {ppo.rollout_batch_size} answers an update = mini-batches {ppo.mini_batches} x "
-            f"micro-batch {ppo.micro_batch_size} x accumulation {accumulation} x processes "
-            f"{count}; {ppo.ppo_epochs * ppo.mini_batches} optimizer step(s) an update"
+            f"{micro} x processes {count}; {ppo.ppo_epochs * ppo.mini_batches} optimizer step(s) "
+            "an update"
         )
     return lines
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.phases import PhaseClock
 
 MicroBatch = TypeVar("MicroBatch")
 LossFunction = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -49,6 +50,9 @@ def optimizer_step(
     loss_fn: LossFunction[MicroBatch],
     total_weight: float,
     dist: Dist,
+    *,
+    clock: PhaseClock | None = None,
+    name: str = "",
 ) -> StepStats:
     """Runs forward and backward over the micro-batches, then one optimizer step.
 
@@ -59,6 +63,8 @@ def optimizer_step(
             scalars on the engine's device. Every rank returns the same metric names.
         total_weight: number of tokens or pairs of all micro-batches of all ranks, > 0.
         dist: this process's place.
+        clock: is given the time of the phases `<name>_forward_backward` and `step`.
+        name: of the model, for the clock.
 
     Returns:
         The step's numbers.
@@ -74,13 +80,15 @@ def optimizer_step(
     scale = dist.world_size / total_weight
     names: list[str] = []
     totals: torch.Tensor | None = None
-    for index, micro_batch in enumerate(micro_batches):
-        engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-        loss_sum, metrics = loss_fn(micro_batch)
-        engine.backward(loss_sum * scale, scale_wrt_gas=False)
-        names = list(metrics)
-        row = torch.stack([loss_sum.detach().double(), *(m.double() for m in metrics.values())])
-        totals = row if totals is None else totals + row
+    clock = clock or PhaseClock(dist.device)
+    with clock.phase(f"{name}_forward_backward"):
+        for index, micro_batch in enumerate(micro_batches):
+            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss_sum, metrics = loss_fn(micro_batch)
+            engine.backward(loss_sum * scale, scale_wrt_gas=False)
+            names = list(metrics)
+            row = torch.stack([loss_sum.detach().double(), *(m.double() for m in metrics.values())])
+            totals = row if totals is None else totals + row
     assert totals is not None
     # The only wait for the device before the step.
     local = totals.tolist()
@@ -92,8 +100,9 @@ def optimizer_step(
             "Lower the learning rate, or use dtype bf16 or fp32"
         )
     lr = engine.get_lr()[0]
-    grad_norm = _plain_grad_norm(engine)
-    engine.step()
+    with clock.phase("step"):
+        grad_norm = _plain_grad_norm(engine)
+        engine.step()
     # Where DeepSpeed wraps the optimizer it looks at the norm first, on all ranks alike, and
     # leaves the weights as they are when it is not finite.
     skipped = bool(getattr(engine.optimizer, "overflow", False))

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from rlhf_app.training.micro_batches import BatchLimit, cut_rows, split_to
+
 
 def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
     """A permutation of the rows, another one each epoch.
@@ -55,30 +57,35 @@ def batches(rows: int, batch_size: int, seed: int, total_steps: int) -> Iterator
 def rank_slices(
     batch: Sequence[int],
     lengths: Sequence[int],
-    micro_batch_size: int,
+    limit: BatchLimit,
     rank: int,
     world_size: int,
 ) -> list[list[int]]:
     """This rank's micro-batches of one batch.
 
     Rows of similar length share a micro-batch (little padding), and micro-batches of similar
-    length run at the same time on different ranks (little waiting). Sizes differ by at most
-    one row, and each rank gets the same number of micro-batches: where rows are fewer than
-    ranks, some are empty and the rank runs one row with weight 0 in their place.
+    length run at the same time on different ranks (little waiting). Under a limit of rows, sizes
+    differ by at most one row. Each rank gets the same number of micro-batches: where rows are
+    fewer than ranks, some are empty and the rank runs one row with weight 0 in their place.
 
     Args:
         batch: row indices of the whole step.
         lengths: tokens of every row of the data set.
-        micro_batch_size: most rows of one micro-batch.
+        limit: of one micro-batch.
         rank: this rank.
         world_size: number of ranks.
 
     Returns:
         Lists of row indices, possibly empty ones.
     """
-    rounds = math.ceil(len(batch) / (micro_batch_size * world_size))
-    slots = rounds * world_size
     by_length = sorted(batch, key=lambda row: (lengths[row], row))
+    if limit.tokens is not None:
+        sizes = [lengths[row] for row in by_length]
+        parts = cut_rows(sizes, limit)
+        slots = math.ceil(len(parts) / world_size) * world_size
+        shares = split_to(parts, sizes, slots)[rank::world_size]
+        return [[by_length[place] for place in share] for share in shares]
+    slots = math.ceil(len(batch) / (limit.rows * world_size)) * world_size
     # Cut points that spread the remainder evenly.
     cuts = [len(by_length) * slot // slots for slot in range(slots + 1)]
     mine = range(rank, slots, world_size)

@@ -56,6 +56,10 @@ class Dist:
         torch_dist.all_reduce(total)
         return total.tolist()
 
+    def max(self, value: int) -> int:
+        """The largest of all ranks' numbers."""
+        return max(self.gather_objects(value))
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.sum([float(flag)])[0] > 0

@@ -6,6 +6,8 @@ row are a prefix of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -47,21 +49,21 @@ def gae(
     return advantages_BT, advantages_BT + values_BT
 
 
-def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> list[float]:
-    """[count, sum, sum of squares] of the counted entries, as floats to add over ranks."""
-    counted = values_BT[mask_BT].double()
-    return [float(counted.numel()), float(counted.sum()), float((counted * counted).sum())]
+def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """fp64 [count, sum, sum of squares] of the counted entries, to add over ranks."""
+    counted_BT = torch.where(mask_BT, values_BT, 0.0).double()
+    return torch.stack([mask_BT.sum().double(), counted_BT.sum(), counted_BT.square().sum()])
 
 
 def whiten(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, summed_moments: list[float]
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, summed_moments: Sequence[float]
 ) -> torch.Tensor:
     """(x - mean) / (std + 1e-8) with the population moments of the whole batch.
 
     Args:
         values_BT: fp32.
         mask_BT: bool.
-        summed_moments: `moments` added over every micro-batch and rank.
+        summed_moments: `moments` added over every rank, on the host.
 
     Returns:
         fp32, 0 outside the mask. A batch of one token comes out as 0.

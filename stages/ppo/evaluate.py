@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Generator, HybridEngine
 from rlhf_app.scorers import Scorer
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
-from stages.ppo.experience import lay_out
+from stages.ppo.batching import score_batches
+from stages.ppo.experience import Answers, AnswerTable
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
 from stages.ppo.rollout import sampling_params
@@ -92,7 +95,8 @@ def evaluate_policy(
 
     Args:
         sampler: generates from the policy.
-        policy: the module or engine whose log-probs are compared with the reference's.
+        policy: the module or engine whose log-probs are compared with the reference's; or
+            `models.reference` where the sampler has its weights, which is then run once.
         models: reference, reward model and formats.
         prompts: held-out prompts, the same list on every rank.
         ppo: settings.
@@ -118,34 +122,34 @@ def evaluate_policy(
     golds: list[float | None] = [None] * len(mine)
     if gold and count:
         golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
-    per_answer: list[_Answer] = []
-    for start in range(0, len(mine), ppo.micro_batch_size):
-        rows = slice(start, start + ppo.micro_batch_size)
-        answers = lay_out(
-            [p.input_ids for p in mine[rows]], rollout.tokens[rows], device=dist.device
+    table = AnswerTable([p.input_ids for p in mine], rollout.tokens, dist.device)
+    kl_N, scores_N = torch.zeros(2, len(mine), device=dist.device)
+    for rows in score_batches(table.lengths, ppo, dist):
+        answers = table.layout(rows)
+        logprobs_BT, reference_BT = _both_logprobs(policy, models, answers, ppo)
+        kl_BT = torch.where(answers.action_mask_BT, logprobs_BT - reference_BT, 0.0)
+        kl_N.index_copy_(0, answers.rows_B, kl_BT.sum(dim=1))
+        scores_B = models.scorer(
+            answers,
+            [mine[row] for row in rows],
+            [rollout.tokens[row] for row in rows],
+            [rollout.stopped[row] for row in rows],
         )
-        logprobs = [
-            score_policy(
-                model,
-                answers,
-                temperature=ppo.temperature,
-                suppress_ids=models.suppress_ids,
-            )[0]
-            for model in (policy, models.reference)
-        ]
-        kl_B = (logprobs[0] - logprobs[1]).where(answers.action_mask_BT, 0.0).sum(dim=1)
-        scores_B = models.scorer(answers, mine[rows], rollout.tokens[rows], rollout.stopped[rows])
-        per_answer += map(
-            _Answer,
-            uids[rows],
-            texts[rows],
-            rollout.tokens[rows],
-            rollout.stopped[rows],
-            scores_B.tolist(),
-            kl_B.tolist(),
-            golds[rows],
-        )
+        scores_N.index_copy_(0, answers.rows_B, scores_B)
+    columns = (uids, texts, rollout.tokens, rollout.stopped, scores_N.tolist(), kl_N.tolist())
+    per_answer = [_Answer(*row) for row in zip(*columns, golds, strict=True)]
     return _report([row for part in dist.gather_objects(per_answer[:count]) for row in part])
+
+
+def _both_logprobs(
+    policy: Any, models: PPOModels, answers: Answers, ppo: PPOConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the policy and of the reference, computed once where they are the same."""
+    how: dict[str, Any] = {"temperature": ppo.temperature, "suppress_ids": models.suppress_ids}
+    logprobs_BT, _ = score_policy(policy, answers, **how)
+    if policy is models.reference:
+        return logprobs_BT, logprobs_BT
+    return logprobs_BT, score_policy(models.reference, answers, **how)[0]
 
 
 def _report(answers: list[_Answer]) -> PolicyReport:

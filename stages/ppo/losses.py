@@ -74,7 +74,8 @@ def value_loss(
     Returns:
         The loss sum (scalar, with gradient) and detached sums: `value_clipped`.
     """
-    shifted_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip_range, clip_range)
+    # Not old + (change clamped): that rounds, and would count as clipped what is not.
+    shifted_BT = values_BT.clamp(old_values_BT - clip_range, old_values_BT + clip_range)
     error_BT = (values_BT - returns_BT) ** 2
     clipped_error_BT = (shifted_BT - returns_BT) ** 2
     loss = 0.5 * torch.where(mask_BT, torch.maximum(error_BT, clipped_error_BT), 0.0).sum()

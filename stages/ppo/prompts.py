@@ -49,11 +49,13 @@ def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
         ConfigError: on every rank, where a worker was started with another number of processes
             than the run was checked for: some would have more forwards than others, and wait.
     """
-    unit = ppo.mini_batches * ppo.micro_batch_size * dist.world_size
+    unit, factors = ppo.mini_batches * dist.world_size, "ppo.mini_batches"
+    if ppo.micro_batch_tokens is None:
+        unit, factors = unit * ppo.micro_batch_size, f"{factors} x ppo.micro_batch_size"
     if ppo.rollout_batch_size % unit:
         raise ConfigError(
             f"ppo.rollout_batch_size = {ppo.rollout_batch_size}: is not divisible by {unit} "
-            f"(ppo.mini_batches x ppo.micro_batch_size x {dist.world_size} processes); "
+            f"({factors} x {dist.world_size} processes); "
             "start another number of processes, or change one of them"
         )
     size = ppo.rollout_batch_size // ppo.mini_batches

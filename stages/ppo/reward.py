@@ -16,6 +16,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat, UnsupportedTurns
 from rlhf_app.models.load import model_max_length
 from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
+from rlhf_app.training.host_copy import to_device
 from stages.ppo.experience import Answers, lay_out
 from stages.ppo.rewards import penalise_missing_eos
 from stages.ppo.shared_base import RewardView
@@ -69,7 +70,7 @@ class RewardScorer:
             return scores_B
         return penalise_missing_eos(
             scores_B,
-            torch.tensor(list(stopped), device=scores_B.device),
+            to_device(torch.tensor(list(stopped)), scores_B.device),
             mode=self.settings.missing_eos,
             penalty=self.settings.missing_eos_penalty,
         )

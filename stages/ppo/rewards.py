@@ -59,7 +59,8 @@ def token_rewards(
         fp32 rewards_BT, 0 outside the mask.
     """
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
-    lengths_B = mask_BT.sum(dim=1)
-    rows = torch.nonzero(lengths_B, as_tuple=True)[0]
-    rewards_BT[rows, lengths_B[rows] - 1] += scores_B[rows].to(rewards_BT.dtype)
-    return rewards_BT
+    # By comparison and not by indices of the rows with actions: those must be read on the host.
+    last_B1 = mask_BT.sum(dim=1, keepdim=True) - 1
+    is_last_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device) == last_B1
+    score_B1 = scores_B.to(rewards_BT.dtype).unsqueeze(1)
+    return rewards_BT + torch.where(is_last_BT, score_B1, 0.0)

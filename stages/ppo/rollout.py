@@ -1,36 +1,51 @@
 """From prompts to experience: sample, score, and compute advantages.
 
-Legend: B answers, T response tokens (actions).
+Legend: N all answers of this rank, B answers of a micro-batch, L tokens of prompt + response,
+T response tokens (actions).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Rollout, SamplingParams
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.host_copy import to_device
+from rlhf_app.training.micro_batches import computed_tokens
+from rlhf_app.training.phases import PhaseClock
 from stages.ppo.advantages import gae, moments, whiten
-from stages.ppo.experience import Experience, lay_out
+from stages.ppo.batching import score_batches, update_batches
+from stages.ppo.experience import Answers, AnswerTable, Experience
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
 from stages.ppo.rewards import k1, token_rewards
-from stages.ppo.rollout_stats import RolloutStats
+from stages.ppo.rollout_stats import RolloutStats, ScoredAnswers, rollout_sums
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutBatch:
-    """The experience of one update on this rank, with numbers for the log."""
+    """The experience of one update on this rank, with numbers for the log.
 
-    experience: list[Experience] = field(default_factory=list)
-    stats: RolloutStats = field(default_factory=RolloutStats)
-    generate_seconds: float = 0.0
-    score_seconds: float = 0.0
+    Attributes:
+        experience: micro-batches, equally many for each mini-batch and on every rank.
+        stats: sums over this rank's answers.
+        clock: of the phases generate, old, reference, values, reward and advantages.
+    """
+
+    experience: list[Experience]
+    stats: RolloutStats
+    clock: PhaseClock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase on this rank; the device's own on CUDA, which it waits for."""
+        return self.clock.seconds()
 
 
 def sampling_params(models: PPOModels, ppo: PPOConfig, *, seed: int, step: int) -> SamplingParams:
@@ -70,82 +85,124 @@ def collect(
     Raises:
         NonFiniteError: on every rank, when any rank computed a non-finite score or log-prob.
     """
-    batch = RolloutBatch()
+    clock = PhaseClock(dist.device)
 
     # 1. Sample answers from the weights that train.
-    began = time.perf_counter()
     models.actor.eval()
-    rollout: Rollout = models.actor.rollout(
-        [p.input_ids for p in prompts],
-        sampling_params(models, ppo, seed=seed, step=update),
-        uids=uids,
-    )
+    with clock.phase("generate"):
+        rollout: Rollout = models.actor.rollout(
+            [p.input_ids for p in prompts],
+            sampling_params(models, ppo, seed=seed, step=update),
+            uids=uids,
+        )
     models.actor.train()
-    batch.generate_seconds = time.perf_counter() - began
 
-    # 2. Score: old and reference log-probs, values, rewards. Micro-batches keep their rows and
-    #    their padding from here to the end of the update.
-    began = time.perf_counter()
-    scored = []
-    size = ppo.micro_batch_size
-    for start in range(0, len(prompts), size):
-        rows = slice(start, start + size)
-        answers = lay_out(
-            [p.input_ids for p in prompts[rows]], rollout.tokens[rows], device=dist.device
-        )
-        old_BT, entropy_BT = score_policy(
-            models.actor,
-            answers,
-            temperature=ppo.temperature,
-            suppress_ids=models.suppress_ids,
-            with_entropy=True,
-        )
-        reference_BT, _ = score_policy(
-            models.reference,
-            answers,
-            temperature=ppo.temperature,
-            suppress_ids=models.suppress_ids,
-        )
-        with torch.no_grad():
-            values_BT = answers.at_actions(
-                models.critic(answers.input_ids_BL, answers.position_ids_BL)
-            )
-        scores_B = models.scorer(
-            answers, prompts[rows], rollout.tokens[rows], rollout.stopped[rows]
-        )
-        kl_BT = torch.where(answers.action_mask_BT, k1(old_BT, reference_BT), 0.0)
-        assert entropy_BT is not None
-        scored.append((answers, old_BT, kl_BT, values_BT, scores_B))
-        batch.stats.add_scores(
-            answers,
-            sampled_logprobs=rollout.logprobs[rows],
-            stopped=rollout.stopped[rows],
-            old_BT=old_BT,
-            kl_BT=kl_BT,
-            entropy_BT=entropy_BT,
-            scores_B=scores_B,
-        )
-    batch.stats.check_finite(dist)
+    # 2. Score: old and reference log-probs, values, rewards.
+    table = AnswerTable([p.input_ids for p in prompts], rollout.tokens, dist.device)
+    cut = update_batches(table.lengths, ppo, dist)
+    micro_batches = [table.layout(rows) for rows in cut]
+    scored = _score(models, prompts, rollout, table, micro_batches, ppo, dist, clock)
 
     # 3. Rewards, GAE, and whitening over every action token of every rank.
-    unwhitened = []
-    totals = [0.0, 0.0, 0.0]
-    for answers, old_BT, kl_BT, values_BT, scores_B in scored:
-        mask_BT = answers.action_mask_BT
-        rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=ppo.kl_coef)
-        advantages_BT, returns_BT = gae(
-            rewards_BT, values_BT, mask_BT, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda
+    with clock.phase("advantages"):
+        kl_NT = torch.where(scored.mask_NT, k1(scored.old_NT, scored.reference_NT), 0.0)
+        rewards_NT = token_rewards(scored.scores_N, kl_NT, scored.mask_NT, kl_coef=ppo.kl_coef)
+        advantages_NT, returns_NT = gae(
+            rewards_NT,
+            scored.values_NT,
+            scored.mask_NT,
+            gamma=ppo.gamma,
+            gae_lambda=ppo.gae_lambda,
         )
-        batch.stats.add_returns(returns_BT, values_BT, mask_BT)
-        totals = [a + b for a, b in zip(totals, moments(advantages_BT, mask_BT), strict=True)]
-        unwhitened.append(Experience(answers, old_BT, values_BT, advantages_BT, returns_BT))
-    if ppo.whiten_advantages:
-        totals = dist.sum(totals)
-        batch.experience = [
-            replace(e, advantages_BT=whiten(e.advantages_BT, e.answers.action_mask_BT, totals))
-            for e in unwhitened
+        sums = rollout_sums(scored, kl_NT, returns_NT)
+        own = moments(advantages_NT, scored.mask_NT)
+        # The only wait for the device after the rollout.
+        *read, count, total, squares = torch.cat([torch.stack([*sums.values()]), own]).tolist()
+        known = {
+            "answers": len(table),
+            "tokens": sum(map(len, rollout.tokens)),
+            "stopped": sum(rollout.stopped),
+            "row_tokens": sum(table.lengths),
+            "computed_tokens": computed_tokens(cut, table.lengths),
+        }
+        stats = RolloutStats(dict(zip(sums, read, strict=True)) | known)
+        stats.check_finite(dist)
+        if ppo.whiten_advantages:
+            totals = dist.sum([count, total, squares])
+            advantages_NT = whiten(advantages_NT, scored.mask_NT, totals)
+        columns = (scored.old_NT, scored.values_NT, advantages_NT, returns_NT)
+        experience = [
+            Experience(answers, *(answers.take(column) for column in columns))
+            for answers in micro_batches
         ]
-    else:
-        batch.experience = unwhitened
-    batch.score_seconds = time.perf_counter() - began
-    return batch
+    return RolloutBatch(experience, stats, clock)
+
+
+@torch.no_grad()
+def _score(
+    models: PPOModels,
+    prompts: Sequence[PromptExample],
+    rollout: Rollout,
+    table: AnswerTable,
+    micro_batches: Sequence[Answers],
+    ppo: PPOConfig,
+    dist: Dist,
+    clock: PhaseClock,
+) -> ScoredAnswers:
+    """Run the four models over all answers, one after the other, without reading a number.
+
+    The actor runs over the update's own micro-batches, so that the first ratio is exactly 1,
+    and so does the reference: while it has the actor's weights, only the same shapes give the
+    same bits, and KL 0. Critic and reward model run over larger batches.
+    """
+    size = (len(table), table.longest_response)
+    old_NT, reference_NT, entropy_NT, values_NT = torch.zeros(4, *size, device=dist.device)
+    with clock.phase("old"):
+        for answers in micro_batches:
+            old_BT, entropy_BT = score_policy(
+                models.actor,
+                answers,
+                temperature=ppo.temperature,
+                suppress_ids=models.suppress_ids,
+                with_entropy=True,
+            )
+            assert entropy_BT is not None
+            answers.put(old_BT, old_NT)
+            answers.put(entropy_BT, entropy_NT)
+    with clock.phase("reference"):
+        for answers in micro_batches:
+            reference_BT, _ = score_policy(
+                models.reference,
+                answers,
+                temperature=ppo.temperature,
+                suppress_ids=models.suppress_ids,
+            )
+            answers.put(reference_BT, reference_NT)
+    parts = score_batches(table.lengths, ppo, dist)
+    batches = [table.layout(rows) for rows in parts]
+    with clock.phase("values"):
+        for answers in batches:
+            values_BL = models.critic(answers.input_ids_BL, answers.position_ids_BL)
+            answers.put(answers.at_actions(values_BL), values_NT)
+    scores_N = torch.zeros(len(table), device=dist.device)
+    with clock.phase("reward"):
+        for rows, answers in zip(parts, batches, strict=True):
+            scores_B = models.scorer(
+                answers,
+                [prompts[row] for row in rows],
+                [rollout.tokens[row] for row in rows],
+                [rollout.stopped[row] for row in rows],
+            )
+            scores_N.index_copy_(0, answers.rows_B, scores_B)
+    sampled_NT = pad_sequence(rollout.logprobs, batch_first=True)
+    if sampled_NT.shape[1] < size[1]:
+        sampled_NT = sampled_NT.new_zeros(size)  # no answer has a token
+    return ScoredAnswers(
+        mask_NT=table.action_mask(),
+        sampled_NT=to_device(sampled_NT, dist.device),
+        old_NT=old_NT,
+        reference_NT=reference_NT,
+        entropy_NT=entropy_NT,
+        values_NT=values_NT,
+        scores_N=scores_N,
+    )

@@ -102,7 +102,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
     checks = [check()] if config.hybrid_engine.enabled else []
-    before = evaluate(models.actor, models.actor)
+    # The actor has the reference's weights still: one scoring is enough.
+    before = evaluate(models.actor, models.reference)
     record("eval", 0, before.numbers())
     base = (
         before
@@ -135,11 +136,10 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
         # 5. Log.
         ended = time.perf_counter()
-        numbers |= batch.stats.means(dist)
+        numbers |= batch.stats.means(dist) | batch.clock.named()
         numbers |= {
             "e2e_seconds": ended - began,
-            "generate_seconds": batch.generate_seconds,
-            "score_seconds": batch.score_seconds,
+            "score_seconds": train_began - began - batch.seconds["generate"],
             "train_seconds": ended - train_began,
         }
         numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]

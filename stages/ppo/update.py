@@ -9,8 +9,9 @@ import torch
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.training.accumulate import StepStats, optimizer_step
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.phases import PhaseClock
 from stages.ppo.experience import Experience
-from stages.ppo.logprobs import action_logits, token_logprobs
+from stages.ppo.logprobs import policy_logprobs
 from stages.ppo.losses import Sums, policy_loss, value_loss
 from stages.ppo.models import PPOModels
 
@@ -28,24 +29,25 @@ def update_models(
 
     Args:
         models: the trained two are updated in place.
-        experience: this rank's micro-batches, in the order of `rank_uids`: the same number for
-            each mini-batch, on every rank.
+        experience: this rank's micro-batches, mini-batch after mini-batch: the same number for
+            each of them, on every rank.
         ppo: settings.
         dist: process group.
         seed: of the run.
         update: number of the update, from 1; the critic trains alone in the warm-up.
 
     Returns:
-        Means over the optimizer steps, for the log.
+        Means over the optimizer steps, for the log; and seconds on this rank, summed over the
+        steps: actor_forward_backward_seconds, critic_forward_backward_seconds, step_seconds.
 
     Raises:
         NonFiniteError: on every rank, before the optimizer step that would have used it.
     """
 
     def actor_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
-        logprobs_BT, _ = token_logprobs(
-            action_logits(models.actor, batch.answers),
-            batch.answers.actions_BT,
+        logprobs_BT, _ = policy_logprobs(
+            models.actor,
+            batch.answers,
             temperature=ppo.temperature,
             suppress_ids=models.suppress_ids,
         )
@@ -69,6 +71,7 @@ def update_models(
         )
 
     log = _UpdateLog()
+    clock = PhaseClock(dist.device)
     trains_actor = update > ppo.critic_warmup_updates
     size, rest = divmod(len(experience), ppo.mini_batches)
     # The configuration check lets only exact divisions through.
@@ -81,14 +84,19 @@ def update_models(
         for index in torch.randperm(ppo.mini_batches, generator=generator).tolist():
             mini_batch = experience[index * size : (index + 1) * size]
             (tokens,) = dist.sum([sum(e.answers.num_actions for e in mini_batch)])
-            log.critic(optimizer_step(models.critic, mini_batch, critic_loss, tokens, dist), tokens)
+            critic_stats = optimizer_step(
+                models.critic, mini_batch, critic_loss, tokens, dist, clock=clock, name="critic"
+            )
+            log.critic(critic_stats, tokens)
             if not trains_actor:
                 continue
-            stats = optimizer_step(models.actor, mini_batch, actor_loss, tokens, dist)
+            stats = optimizer_step(
+                models.actor, mini_batch, actor_loss, tokens, dist, clock=clock, name="actor"
+            )
             log.actor(stats, tokens)
             if ppo.target_kl is not None and stats.sums["approx_kl"] / tokens > ppo.target_kl:
-                return log.means()
-    return log.means()
+                return log.means() | clock.named()
+    return log.means() | clock.named()
 
 
 class _UpdateLog:

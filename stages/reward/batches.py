@@ -9,6 +9,7 @@ import torch
 
 from data_sources.examples import PairExample
 from rlhf_app.training.batching import pad_rows
+from rlhf_app.training.host_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def first_difference(chosen: Sequence[int], rejected: Sequence[int]) -> int:
 
 
 def pair_length(pair: PairExample) -> int:
-    """Tokens of the longer row: what the pair costs in a batch."""
-    return max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
+    """Tokens that the pair costs in a batch: two rows of the longer one's length."""
+    return 2 * max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
 
 
 def token_rows(pairs: Iterable[PairExample]) -> Iterator[Sequence[int]]:
@@ -75,9 +76,9 @@ def collate(
     # Widths that are multiples of 8 suit tensor cores; on the CPU padding only costs.
     multiple = 8 if device.type == "cuda" else 1
     return PairBatch(
-        input_ids_2BT=pad_rows(rows, pad_id, multiple, limit).to(device, non_blocking=True),
-        last_2B=torch.tensor([len(row) - 1 for row in rows], device=device),
-        first_B=torch.tensor(first, device=device),
-        margin_B=torch.tensor(margin, dtype=torch.float32, device=device),
+        input_ids_2BT=to_device(pad_rows(rows, pad_id, multiple, limit), device),
+        last_2B=to_device(torch.tensor([len(row) - 1 for row in rows]), device),
+        first_B=to_device(torch.tensor(first), device),
+        margin_B=to_device(torch.tensor(margin, dtype=torch.float32), device),
         weight_B=torch.full((len(used),), float(bool(pairs)), device=device),
     )

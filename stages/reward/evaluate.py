@@ -12,6 +12,7 @@ import torch
 from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.micro_batches import BatchLimit
 from stages.reward.batches import PairBatch
 from stages.reward.loss import Sums
 
@@ -46,7 +47,7 @@ def evaluate(
     lengths: Sequence[int],
     batch_of: Callable[[list[int]], PairBatch],
     loss_of: LossOfBatch,
-    micro_batch_size: int,
+    limit: BatchLimit,
     dist: Dist,
 ) -> Evaluation:
     """Scores held-out pairs, without updating anything.
@@ -56,13 +57,13 @@ def evaluate(
         lengths: cost of each held-out pair in tokens.
         batch_of: row indices -> micro-batch.
         loss_of: the training loss.
-        micro_batch_size: pairs of one forward.
+        limit: of one forward.
         dist: this process's place.
 
     Raises:
         NonFiniteError: on every rank, when the loss or a score of any rank is not finite.
     """
-    slices = rank_slices(range(len(lengths)), lengths, micro_batch_size, dist.rank, dist.world_size)
+    slices = rank_slices(range(len(lengths)), lengths, limit, dist.rank, dist.world_size)
     totals = torch.zeros(6, dtype=torch.float64, device=dist.device)
     engine.eval()
     with torch.no_grad():

@@ -45,6 +45,7 @@ from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.seeding import seed_everything
 from stages.reward.batches import PairBatch, collate, pair_length, token_rows
 from stages.reward.evaluate import Evaluation, evaluate
@@ -87,8 +88,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     # 2. The data, as pairs of token ids. Every rank reads all and takes its share of each step.
     data = load_stage_data(config, "reward")
-    limit = length_limit(config.data.max_length, positions, path)
-    encode = (fmt, tokenizer_hash(tokenizer), limit)
+    longest = length_limit(config.data.max_length, positions, path)
+    encode = (fmt, tokenizer_hash(tokenizer), longest)
     train, dropped = pair_examples(data.train, *encode)
     held_out, eval_dropped = pair_examples(data.evaluation, *encode)
     dropped += eval_dropped + Counter(data.counts.dropped("reward"))
@@ -96,7 +97,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         raise ConfigError(
             f"reward: {len(train)} training and {len(held_out)} evaluation pairs are usable "
             f"({dict(dropped)}): give --reward-data with chosen and rejected answers, or raise "
-            f"data.max_length ({limit})"
+            f"data.max_length ({longest})"
         )
     check_vocabulary(model.backbone, token_rows(chain(train, held_out)), path)
 
@@ -112,6 +113,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         total_steps=total_steps,
         dist=dist,
     )
+
+    limit = BatchLimit(settings.micro_batch_size, settings.micro_batch_tokens)
 
     def batch_of(pairs: list[PairExample]) -> PairBatch:
         return collate(
@@ -153,7 +156,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             held_out_lengths,
             lambda rows: batch_of([held_out[row] for row in rows]),
             loss_of,
-            settings.micro_batch_size,
+            limit,
             dist,
         )
         metrics.write(kind="eval", step=step, total_steps=total_steps, **vars(result))
@@ -176,7 +179,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     order = batches(len(train), settings.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
         began = time.perf_counter()
-        mine = rank_slices(batch, lengths, settings.micro_batch_size, dist.rank, dist.world_size)
+        mine = rank_slices(batch, lengths, limit, dist.rank, dist.world_size)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
         stats = optimizer_step(engine, micro_batches, loss_of, len(batch), dist)
         tokens = sum(

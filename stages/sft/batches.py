@@ -10,6 +10,7 @@ import torch
 
 from data_sources.examples import SequenceExample
 from rlhf_app.training.batching import pad_rows
+from rlhf_app.training.host_copy import to_device
 
 LossOn = Literal["response", "all"]
 
@@ -76,4 +77,4 @@ def collate(
     mask_BT = torch.zeros(input_ids_BT.shape, dtype=torch.bool)
     for index, row in enumerate(examples):
         mask_BT[index, first_target(row, loss_on) : len(row.input_ids)] = True
-    return SFTBatch(input_ids_BT.to(device, non_blocking=True), mask_BT)
+    return SFTBatch(to_device(input_ids_BT, device), mask_BT)

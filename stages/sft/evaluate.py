@@ -16,6 +16,7 @@ from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.micro_batches import BatchLimit
 from stages.sft.batches import SFTBatch
 
 LossOfBatch = Callable[[SFTBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -51,7 +52,7 @@ def evaluate(
     examples: Sequence[SequenceExample],
     batch_of: Callable[[list[int]], SFTBatch],
     loss_of: LossOfBatch,
-    micro_batch_size: int,
+    limit: BatchLimit,
     dist: Dist,
 ) -> Evaluation:
     """Measures the loss on held-out rows, without updating anything.
@@ -61,16 +62,14 @@ def evaluate(
         examples: the rows, the same on every rank.
         batch_of: row indices -> micro-batch.
         loss_of: the training loss.
-        micro_batch_size: rows of one forward.
+        limit: of one forward.
         dist: this process's place.
 
     Raises:
         NonFiniteError: on every rank, when the loss of any rank is not finite.
     """
     lengths = [len(example.input_ids) for example in examples]
-    slices = rank_slices(
-        range(len(examples)), lengths, micro_batch_size, dist.rank, dist.world_size
-    )
+    slices = rank_slices(range(len(examples)), lengths, limit, dist.rank, dist.world_size)
     totals = torch.zeros(3, dtype=torch.float64, device=dist.device)
     engine.eval()
     with torch.no_grad():

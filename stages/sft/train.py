@@ -38,6 +38,7 @@ from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.sft.batches import SFTBatch, collate, target_tokens
@@ -78,15 +79,15 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     # 2. The data, as token ids. Every rank reads all of it and takes its share of each step.
     data = load_stage_data(config, "sft")
-    limit = length_limit(config.data.max_length, positions, path)
-    encode = (fmt, tokenizer_hash(tokenizer), limit)
+    longest = length_limit(config.data.max_length, positions, path)
+    encode = (fmt, tokenizer_hash(tokenizer), longest)
     train, dropped = sft_examples(data.train, *encode)
     held_out, eval_dropped = sft_examples(data.evaluation, *encode)
     dropped += eval_dropped + Counter(data.counts.dropped("sft"))
     if not train or not held_out:
         raise ConfigError(
             f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "
-            f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({limit})"
+            f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({longest})"
         )
     check_vocabulary(model, (row.input_ids for row in chain(train, held_out)), path)
 
@@ -103,6 +104,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         dist=dist,
     )
     loss_on = config.data.sft_loss_on
+    limit = BatchLimit(sft.micro_batch_size, sft.micro_batch_tokens)
 
     def batch_of(rows: list[SequenceExample]) -> SFTBatch:
         return collate(
@@ -110,16 +112,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         )
 
     def loss_of(batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        keep = batch.logits_needed
-        logits_BTV = engine(
-            input_ids=batch.input_ids_BT, use_cache=False, logits_to_keep=keep
-        ).logits
-        # The logit at one position predicts the token at the next.
-        return response_loss(
-            logits_BTV[:, :-1],
-            batch.input_ids_BT[:, -keep:][:, 1:],
-            batch.mask_BT[:, -keep:][:, 1:],
-        )
+        return response_loss(engine, batch)
 
     metrics = MetricsWriter(run.metrics("sft"), enabled=dist.is_main)
 
@@ -129,7 +122,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             held_out,
             lambda rows: batch_of([held_out[row] for row in rows]),
             loss_of,
-            sft.micro_batch_size,
+            limit,
             dist,
         )
         metrics.write(
@@ -156,7 +149,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     order = batches(len(train), sft.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
         began = time.perf_counter()
-        mine = rank_slices(batch, lengths, sft.micro_batch_size, dist.rank, dist.world_size)
+        mine = rank_slices(batch, lengths, limit, dist.rank, dist.world_size)
         tokens = sum(target_tokens(train[row], loss_on) for row in batch)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
         stats = optimizer_step(engine, micro_batches, loss_of, tokens, dist)

@@ -1,8 +1,9 @@
-"""One rollout and update over any number of ranks: `ppo_ranks.py OUT ZERO_STAGE WEIGHTS`.
+"""One rollout and update over any number of ranks: `ppo_ranks.py OUT ZERO_STAGE WEIGHTS BUDGET`.
 
 Half of the eight prompts end with a token after which the actor can only stop. With two ranks
 they are rank 0's, whose answers are then single EOS tokens. WEIGHTS is pinned, unpinned, native
-(unpinned, and transformers' own generate) or sliced (tensor parallel). Rank 0 writes OUT.
+(unpinned, and transformers' own generate) or sliced (tensor parallel). BUDGET is the most tokens
+of a micro-batch, or 0 for two rows. Rank 0 writes OUT.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ def build(ppo: PPOConfig, hybrid: HybridEngineSettings, dist: Dist) -> PPOModels
     )
 
 
-def main(out: Path, zero_stage: int, weights: str) -> None:
+def main(out: Path, zero_stage: int, weights: str, budget: int) -> None:
     split_small_weights()
     dist = setup()
     trained = {"zero_stage": zero_stage, "learning_rate": 3e-3, "lr_schedule": "constant"}
     ppo = PPOConfig(
         actor=trained, critic=trained, rollout_batch_size=8, micro_batch_size=2, ppo_epochs=2,
-        max_prompt_length=8, max_response_length=10,
+        max_prompt_length=8, max_response_length=10, micro_batch_tokens=budget or None,
     )  # fmt: skip
     hybrid = HybridEngineSettings(
         pin_parameters=weights == "pinned", enabled=weights != "native", tp_gather_partition_size=1,
@@ -97,10 +98,14 @@ def main(out: Path, zero_stage: int, weights: str) -> None:
         batch = collect(
             models, [prompt(uid) for uid in uids], uids, ppo, dist, seed=7, update=update
         )
-        rows = [row for e in batch.experience for row in zip(
-            e.answers.actions_BT.tolist(), e.answers.action_mask_BT.sum(1).tolist(), strict=True
-        )]  # fmt: skip
-        mine = {f"{update}/{u}": a[:n] for u, (a, n) in zip(uids, rows, strict=True)}
+        mine = {
+            f"{update}/{uids[row]}": actions[:count]
+            for answers in (e.answers for e in batch.experience)
+            for row, actions, count in zip(
+                answers.rows_B.tolist(), answers.actions_BT.tolist(),
+                answers.action_mask_BT.sum(1).tolist(), strict=True,
+            )
+        }  # fmt: skip
         for part in dist.gather_objects(mine):
             answers |= part
         numbers.append(batch.stats.means(dist) | update_models(
@@ -125,5 +130,5 @@ def main(out: Path, zero_stage: int, weights: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     leave(0)

@@ -18,6 +18,7 @@ from rlhf_app.training.accumulate import NonFiniteError, optimizer_step
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import close, setup
+from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import gather_state_dict
 from stages.sft.batches import collate, target_tokens
 from stages.sft.loss import response_loss
@@ -41,25 +42,24 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(dist, zero_stage, micro, clip, poison_rank=None):
+def train(dist, zero_stage, limit, clip, poison_rank=None):
     settings = SFTConfig(
         learning_rate=LR, lr_schedule="constant", warmup_ratio=0, max_grad_norm=clip,
         zero_stage=zero_stage,
     )  # fmt: skip
     engine = engine_for(
-        model(), settings, dtype=torch.float32, micro_batch_size=micro, total_steps=STEPS,
+        model(), settings, dtype=torch.float32, micro_batch_size=limit.rows, total_steps=STEPS,
         dist=dist, make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LR),
     )  # fmt: skip
     data = rows()
     tokens = sum(target_tokens(row, "response") for row in data)
 
     def loss_fn(batch):
-        logits = engine(input_ids=batch.input_ids_BT, use_cache=False).logits
-        loss, sums = response_loss(logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
+        loss, sums = response_loss(engine, batch)
         return (loss * float("nan") if poison_rank == dist.rank else loss), sums
 
     slices = rank_slices(
-        range(len(data)), [len(r.input_ids) for r in data], micro, dist.rank, dist.world_size
+        range(len(data)), [len(r.input_ids) for r in data], limit, dist.rank, dist.world_size
     )
     batches = [
         collate([data[i] for i in part], "response", 0, dist.device, limit=16, filler=data[0])
@@ -83,11 +83,14 @@ def main(output: str) -> None:
     results = {}
     try:
         for zero_stage in (0, 2, 3):
-            for micro in (1, 2, 8):
-                results[f"zero{zero_stage} micro{micro}"] = train(dist, zero_stage, micro, 0.0)
-            results[f"zero{zero_stage} clipped"] = train(dist, zero_stage, 2, 0.25)
+            limits = {f"micro{rows}": BatchLimit(rows) for rows in (1, 2, 8)}
+            limits |= {f"tokens{tokens}": BatchLimit(1, tokens) for tokens in (4, 21, 60)}
+            for name, limit in limits.items():
+                results[f"zero{zero_stage} {name}"] = train(dist, zero_stage, limit, 0.0)
+            two = BatchLimit(2)
+            results[f"zero{zero_stage} clipped"] = train(dist, zero_stage, two, 0.25)
             poison = dist.world_size - 1
-            results[f"zero{zero_stage} poisoned"] = train(dist, zero_stage, 2, 0.0, poison)
+            results[f"zero{zero_stage} poisoned"] = train(dist, zero_stage, two, 0.0, poison)
         if dist.is_main:
             torch.save(results, Path(output))
     finally:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_app.training.batching import batches, count_steps, epoch_order, pad_rows, rank_slices
+from rlhf_app.training.micro_batches import BatchLimit
 
 
 @given(st.integers(1, 60), st.integers(1, 17), st.integers(0, 5), st.integers(1, 3))
@@ -43,7 +44,7 @@ def test_count_steps_by_hand():
 )
 def test_ranks_share_a_batch_without_loss_or_overlap(lengths, micro, world):
     batch = list(range(len(lengths)))[::-1]
-    parts = [rank_slices(batch, lengths, micro, rank, world) for rank in range(world)]
+    parts = [rank_slices(batch, lengths, BatchLimit(micro), rank, world) for rank in range(world)]
     assert len({len(part) for part in parts}) == 1, "every rank: as many forwards"
     sizes = [len(rows) for part in parts for rows in part]
     assert max(sizes) <= micro
@@ -53,16 +54,17 @@ def test_ranks_share_a_batch_without_loss_or_overlap(lengths, micro, world):
 
 def test_rows_of_similar_length_meet():
     lengths = [9, 1, 8, 2, 10, 3, 7, 4]
-    assert rank_slices(range(8), lengths, 2, rank=0, world_size=2) == [[1, 3], [6, 2]]
-    assert rank_slices(range(8), lengths, 2, rank=1, world_size=2) == [[5, 7], [0, 4]]
+    assert rank_slices(range(8), lengths, BatchLimit(2), rank=0, world_size=2) == [[1, 3], [6, 2]]
+    assert rank_slices(range(8), lengths, BatchLimit(2), rank=1, world_size=2) == [[5, 7], [0, 4]]
 
 
 def test_a_small_batch_is_spread_over_the_ranks():
-    assert [len(rank_slices(range(8), [1] * 8, 8, r, 2)[0]) for r in range(2)] == [4, 4]
+    limit = BatchLimit(8)
+    assert [len(rank_slices(range(8), [1] * 8, limit, r, 2)[0]) for r in range(2)] == [4, 4]
 
 
 def test_fewer_rows_than_ranks_gives_empty_micro_batches():
-    parts = [rank_slices([0], [5], 4, rank, 3) for rank in range(3)]
+    parts = [rank_slices([0], [5], BatchLimit(4), rank, 3) for rank in range(3)]
     assert sorted(parts) == [[[]], [[]], [[0]]]
 
 

@@ -18,7 +18,8 @@ import torch
 from torch.nn import functional as F
 
 WORKER = Path(__file__).with_name("scaling_worker.py")
-CASES = [f"zero{stage} {kind}" for stage in (0, 2, 3) for kind in ("micro1", "micro2", "micro8")]
+KINDS = ("micro1", "micro2", "micro8", "tokens4", "tokens21", "tokens60")
+CASES = [f"zero{stage} {kind}" for stage in (0, 2, 3) for kind in KINDS]
 pytestmark = pytest.mark.slow
 
 

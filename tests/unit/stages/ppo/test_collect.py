@@ -134,20 +134,71 @@ def test_rewards_by_hand(dist):
             )
 
 
-def test_experience_does_not_depend_on_the_micro_batch_size(dist):
-    small = roll(build(settings(), dist), settings(), dist)
-    large_settings = settings(micro_batch_size=8)
-    large = roll(build(large_settings, dist), large_settings, dist)
+BUDGETS = [
+    {"micro_batch_size": 8},
+    {"micro_batch_tokens": 1},  # every row alone
+    {"micro_batch_tokens": 25},
+    {"micro_batch_tokens": 40, "score_batch_tokens": 200},
+    {"score_batch_tokens": 17},
+]
 
-    def rows(batch):
-        return [
-            e.returns_BT[r][e.answers.action_mask_BT[r]].tolist()
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_nothing_depends_on_how_rows_are_cut(budget, dist):
+    """Experience and the weights after four steps, against micro-batches of two rows."""
+
+    def run(**changes):
+        ppo = settings(mini_batches=2, ppo_epochs=2, **changes)
+        models = build(ppo, dist)
+        batch = roll(models, ppo, dist)
+        numbers = update_models(models, batch.experience, ppo, dist, seed=7, update=1)
+        assert numbers["first_ratio"] == 1.0
+        assert batch.stats.means(dist)["kl_per_answer"] == 0.0
+        rows = {
+            int(row): (e.returns_BT[i][mask].tolist(), e.advantages_BT[i][mask].tolist())
             for e in batch.experience
-            for r in range(len(e.answers))
-        ]
+            for i, (row, mask) in enumerate(
+                zip(e.answers.rows_B, e.answers.action_mask_BT, strict=True)
+            )
+        }
+        weights = [*models.actor.module.parameters(), *models.critic.module.parameters()]
+        return rows, torch.cat([p.detach().flatten() for p in weights]), numbers
 
-    for a, b in zip(rows(small), rows(large), strict=True):
-        assert a == pytest.approx(b, abs=1e-4)
+    rows, weights, numbers = run()
+    other_rows, other_weights, other_numbers = run(**budget)
+    assert rows.keys() == other_rows.keys() == set(range(8))
+    for row, columns in rows.items():
+        for mine, theirs in zip(columns, other_rows[row], strict=True):
+            assert theirs == pytest.approx(mine, abs=1e-4)
+    for name in ("loss", "value_loss", "grad_norm", "critic_grad_norm", "approx_kl"):
+        assert other_numbers[name] == pytest.approx(numbers[name], rel=1e-3, abs=1e-6), name
+    # Adam turns rounding noise of gradients near 0 into steps: most weights agree, not all.
+    assert (weights - other_weights).abs().mean() < 2e-5
+
+
+def test_micro_batches_hold_one_mini_batch_each_and_little_padding(dist):
+    ppo = settings(mini_batches=2, micro_batch_tokens=40)
+    batch = roll(build(ppo, dist), ppo, dist)
+    cut = [e.answers.rows_B.tolist() for e in batch.experience]
+    half = len(cut) // 2
+    assert sorted(row for rows in cut[:half] for row in rows) == [0, 1, 2, 3]
+    assert sorted(row for rows in cut[half:] for row in rows) == [4, 5, 6, 7]
+    real = sum(int(e.answers.last_index_B.sum()) + len(e.answers) for e in batch.experience)
+    whole = sum(e.answers.input_ids_BL.numel() for e in batch.experience)
+    assert max(e.answers.input_ids_BL.numel() for e in batch.experience) <= 40
+    assert batch.stats.means(dist)["padding_share"] == pytest.approx(1 - real / whole)
+
+
+def test_seconds_by_phase(dist):
+    ppo = settings()
+    models = build(ppo, dist)
+    batch = roll(models, ppo, dist)
+    phases = ["generate", "old", "reference", "values", "reward", "advantages"]
+    assert list(batch.seconds) == phases
+    assert all(seconds > 0 for seconds in batch.seconds.values())
+    numbers = update_models(models, batch.experience, ppo, dist, seed=7, update=1)
+    for phase in ("actor_forward_backward", "critic_forward_backward", "step"):
+        assert numbers[f"{phase}_seconds"] > 0
 
 
 def test_fixed_length_answers_have_full_length_and_no_eos(dist):

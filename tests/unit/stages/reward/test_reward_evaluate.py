@@ -8,6 +8,7 @@ import torch
 
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.micro_batches import BatchLimit
 from stages.reward.evaluate import evaluate
 from stages.reward.loss import final_token_loss
 
@@ -24,7 +25,7 @@ def measure(*chosen):
         zeros = torch.zeros_like(picked)
         return final_token_loss(picked, zeros, zeros, torch.ones_like(picked))
 
-    return evaluate(ENGINE, [1] * len(chosen), lambda rows: rows, loss_of, 1, DIST)
+    return evaluate(ENGINE, [1] * len(chosen), lambda rows: rows, loss_of, BatchLimit(1), DIST)
 
 
 def test_by_hand():

@@ -130,7 +130,7 @@ def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2, 4]) == 2
     assert first_difference([4], [5, 6]) == 0
     assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert pair_length(pair([1, 2], [1, 2, 3])) == 3
+    assert pair_length(pair([1, 2], [1, 2, 3])) == 6
 
 
 def test_token_rows():

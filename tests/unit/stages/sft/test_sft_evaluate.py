@@ -9,6 +9,7 @@ import torch
 from data_sources.examples import SequenceExample
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.micro_batches import BatchLimit
 from stages.sft.evaluate import evaluate
 
 DIST = Dist(0, 0, 1, torch.device("cpu"))
@@ -25,7 +26,7 @@ def measure(*losses):
     def loss_of(batch):
         return torch.tensor(losses)[batch.rows].sum(), {"correct": torch.tensor(1)}
 
-    return evaluate(ENGINE, rows, batch_of, loss_of, 1, DIST)
+    return evaluate(ENGINE, rows, batch_of, loss_of, BatchLimit(1), DIST)
 
 
 def test_by_hand():
