@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_app.hybrid_engine.fused import ops_triton
 from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.fused.ops import Ops
 from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
@@ -70,4 +71,4 @@ def ops_for(device: torch.device) -> Ops:
     Args:
         device: of the weights.
     """
-    return TorchOps()
+    return ops_triton.TritonOps() if ops_triton.available(device) else TorchOps()
