@@ -15,6 +15,7 @@ import torch
 
 from rlhf_app.config.schema import Dtype
 from rlhf_app.errors import ConfigError
+from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
 
 log = logging.getLogger(__name__)
@@ -171,12 +172,14 @@ def _warn_eager(model_type: str) -> None:
 
 
 def prepare_for_training(model: Any, device: torch.device, gradient_checkpointing: bool) -> Any:
-    """Dropout 0, cache off, checkpointing if wanted, train mode, on the device."""
+    """Dropout 0, cache off, checkpointing if wanted, train mode, siblings joined, on the device."""
     disable_dropout_in_modules(model)
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(device).train()
+    model.to(device)
+    join_storage(model)
+    return model.train()
 
 
 def model_max_length(config: Any) -> int:
