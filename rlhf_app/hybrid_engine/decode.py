@@ -131,7 +131,7 @@ class DecodeLoop:
         self._poll_steps = 1
         if model.device.type == "cuda" and not self._lockstep:
             self._poll_steps = CUDA_POLL_STEPS
-        state.begin(params, keys_N, slots)
+        state.begin(params, keys_N, [params.max_new_tokens] * len(prompts), slots)
         step.begin(workspace, state, params, slots)
         # Similar lengths share a prefill: least padding. Equal prompts share it altogether.
         # Results do not depend on the order.

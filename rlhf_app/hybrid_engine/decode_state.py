@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from rlhf_app.hybrid_engine import sampling_kernel
 from rlhf_app.hybrid_engine.sampling import Sampler, SamplingParams, uniforms
+from rlhf_app.hybrid_engine.sampling_kernel import KernelSampler, Records
+from rlhf_app.hybrid_engine.upload import upload
 
-# Rows of the state tensor.
-TOKEN, POSITION, COUNT, REQUEST, ALIVE, STOPPED, SLOT = range(7)
-_FIELDS = 7
+# Rows of the state tensor. Some things are done to neighbours at once: see `record`, `flags`.
+TOKEN, POSITION, COUNT, ALIVE, STOPPED, REQUEST, SLOT, LIMIT = range(8)
+_FIELDS = 8
 _MOST_KINDS = 32  # of sampling, whose constants are kept
 
 
@@ -39,8 +42,9 @@ class DecodeState:
 
     Attributes:
         rows: [fields, S] int64. TOKEN is the last token of a row and POSITION its place in the
-            row, COUNT the answer tokens drawn, REQUEST whose answer it is, ALIVE whether it
-            goes on, STOPPED whether a stop id ended it, SLOT where its keys and values are.
+            row, COUNT the answer tokens drawn and LIMIT the most there may be, REQUEST whose
+            answer it is, ALIVE whether it goes on, STOPPED whether a stop id ended it, SLOT
+            where its keys and values are.
         constants: sampler and stop ids of the current rollout, on the device.
         agree: makes drawn tokens and log-probs [B] the same on ranks that share a rollout;
             None where there are none.
@@ -52,7 +56,7 @@ class DecodeState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.agree: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._constants: dict[SamplingParams, tuple[Sampler, torch.Tensor]] = {}
+        self._constants: dict[SamplingParams, tuple[Sampler | KernelSampler, torch.Tensor]] = {}
         self._allocate(0, 0, 0)
 
     def _allocate(self, requests: int, columns: int, rows: int) -> None:
@@ -63,12 +67,15 @@ class DecodeState:
         self._uniforms_NT = torch.zeros(size, dtype=torch.float64, device=device)
         self.rows = torch.zeros((_FIELDS, rows), dtype=torch.int64, device=device)
 
-    def begin(self, params: SamplingParams, keys_N: torch.Tensor, slots: int) -> None:
+    def begin(
+        self, params: SamplingParams, keys_N: torch.Tensor, limits: Sequence[int], slots: int
+    ) -> None:
         """Make room for a rollout and draw its uniforms.
 
         Args:
             params: how tokens are drawn.
             keys_N: [N] int64 on the CPU, the start of each request's random stream.
+            limits: most tokens of each request's answer, at most `params.max_new_tokens`.
             slots: rows decoded at once.
         """
         # One request more for rows that are nobody's, and one column more than can be used:
@@ -78,15 +85,21 @@ class DecodeState:
             self._allocate(*map(max, zip(wanted, self._size, strict=True)))
         self._nobody = self._size[0] - 1
         self._params = params
+        self._limits = limits
         # A captured step reads the tensors in them, and keeps them alive.
         kind = distribution(params)
         if kind not in self._constants:
             if len(self._constants) >= _MOST_KINDS:
                 self._constants.clear()
             stop_ids = torch.tensor(params.stop_ids, device=self._device, dtype=torch.int64)
-            self._constants[kind] = Sampler(params, self._device), stop_ids
+            fused = sampling_kernel.available(self._device)
+            sampler = (KernelSampler if fused else Sampler)(params, self._device)
+            self._constants[kind] = sampler, stop_ids
         self.constants = self._constants[kind]
         self._sampler, self._stop_ids = self.constants
+        self._records = Records(
+            self._tokens_NT, self._logprobs_NT, self._uniforms_NT, self._stop_ids
+        )
         if not params.greedy:
             drawn = uniforms(keys_N.to(self._device), params.max_new_tokens + 1)
             self._uniforms_NT[: len(keys_N), : params.max_new_tokens + 1] = drawn
@@ -107,7 +120,7 @@ class DecodeState:
         rows = self.rows[:, first : first + len(slots)]
         rows.zero_()
         rows[REQUEST] = self._nobody
-        rows[SLOT] = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        rows[SLOT] = upload(slots, self._device)
 
     def admit(
         self, first: int, requests: Sequence[int], slots: Sequence[int], lengths: Sequence[int]
@@ -126,8 +139,9 @@ class DecodeState:
         state = self.rows[:, first : first + len(requests)]
         state.zero_()
         positions = [length - 1 for length in lengths]
-        values = torch.tensor([positions, list(requests), list(slots)], device=self._device)
-        state[POSITION], state[REQUEST], state[SLOT] = values
+        limits = [self._limits[request] for request in requests]
+        values = upload([positions, requests, slots, limits], self._device)
+        state[POSITION], state[REQUEST], state[SLOT], state[LIMIT] = values
         state[ALIVE] = 1
         return state
 
@@ -138,19 +152,24 @@ class DecodeState:
             state: [fields, B] view of `rows`.
             logits_BV: logits of the next token of each row.
         """
-        count, request = state[COUNT], state[REQUEST]
-        tokens_B, logprobs_B = self._sampler(logits_BV, self._uniforms_NT[request, count])
+        if self.agree is None and isinstance(self._sampler, KernelSampler):
+            self._sampler.record(state, logits_BV, self._records)
+            return
+        place_B = state[REQUEST] * self._size[1] + state[COUNT]
+        tokens_B, logprobs_B = self._sampler(logits_BV, self._uniforms_NT.take(place_B))
         if self.agree is not None:
             tokens_B, logprobs_B = self.agree(tokens_B, logprobs_B)
-        self._tokens_NT[request, count] = tokens_B
-        self._logprobs_NT[request, count] = logprobs_B
+        self._tokens_NT.put_(place_B, tokens_B)
+        self._logprobs_NT.put_(place_B, logprobs_B)
         alive = state[ALIVE]
-        stop = (tokens_B[:, None] == self._stop_ids).any(dim=1) & alive.bool()
         state[TOKEN] = tokens_B
-        state[POSITION] += alive
-        state[COUNT] += alive
-        state[STOPPED] |= stop
-        state[ALIVE] = alive & ~stop & (state[COUNT] < self._params.max_new_tokens)
+        state[POSITION : COUNT + 1] += alive
+        goes_on = state[COUNT] < state[LIMIT]
+        if len(self._stop_ids):
+            stop = (tokens_B[:, None] == self._stop_ids).any(dim=1)
+            state[STOPPED] |= alive * stop
+            goes_on &= ~stop
+        alive *= goes_on
 
     def answers(self, requests: int) -> Answers:
         """What was drawn for the first `requests` requests, copied to the host."""
@@ -159,6 +178,11 @@ class DecodeState:
             self._tokens_NT[:requests, :columns].cpu(),
             self._logprobs_NT[:requests, :columns].cpu(),
         )
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """[3, S] int64 view of COUNT, ALIVE and STOPPED: all that tells how a row goes on."""
+        return self.rows[COUNT : STOPPED + 1]
 
     @property
     def addresses(self) -> tuple[int, ...]:
