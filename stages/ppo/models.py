@@ -67,8 +67,33 @@ def fold_normalisation(model: ScalarHeadModel, stats: ScoreStats) -> None:
         model.head.weight.copy_(model.head.weight.float() / std)
 
 
-def _embeddings(model: Any) -> int:
-    return int(model.get_input_embeddings().num_embeddings)
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Weights and formats in memory, before adapters and engines.
+
+    Attributes:
+        actor: causal LM ready to train.
+        reference: frozen copy of it; None with LoRA on the actor, whose own base serves.
+        reward: the reward model.
+        critic: ready to train; with LoRA a `CriticOverReward` may hold the reward model as well.
+        stats: normalisation of the reward model's scores.
+        chat_format: the actor's.
+        reward_format: the reward model's; None where it reads the actor's ids as they are.
+        tokenizer, tokenizer_id: the actor's.
+        actor_base, critic_base: where the weights came from, in words; adapters store it.
+    """
+
+    actor: Any
+    reference: Any | None
+    reward: ScalarHeadModel
+    critic: ScalarHeadModel
+    stats: ScoreStats
+    chat_format: ChatFormat
+    reward_format: ChatFormat | None = None
+    tokenizer: Any = None
+    tokenizer_id: str = ""
+    actor_base: str = ""
+    critic_base: str = ""
 
 
 def load_models(
@@ -88,41 +113,86 @@ def load_models(
     Raises:
         ConfigError: a path is no usable model, or the lengths exceed the model's positions.
     """
+    return assemble(_load_parts(config, inputs, dist), config, dist, total_optimizer_steps)
+
+
+def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps: int) -> PPOModels:
+    """Put adapters on models in memory and wrap the trained two in engines.
+
+    Args:
+        parts: the models; actor and critic are changed in place.
+        config: the run.
+        dist: process group and device.
+        total_optimizer_steps: length of the learning-rate schedules.
+    """
     ppo = config.ppo
-    dtype = resolve_dtype(config.model.dtype, dist.device)
-    trust = config.model.trust_remote_code
-    loading: dict[str, Any] = {
-        "dtype": dtype,
-        "device": dist.device,
-        "attn_implementation": config.model.attn_implementation,
-        "trust_remote_code": trust,
-    }
+    for model, settings, setting, base in (
+        (parts.actor, ppo.actor, "ppo.actor.lora", parts.actor_base),
+        (parts.critic.backbone, ppo.critic, "ppo.critic.lora", parts.critic_base),
+    ):
+        if settings.lora.enabled:
+            attach(model, settings.lora, seed=config.seed, base=base, setting=setting)
     make_engine = partial(
         engine_for,
-        dtype=dtype,
+        dtype=resolve_dtype(config.model.dtype, dist.device),
         micro_batch_size=ppo.micro_batch_size,
         total_steps=total_optimizer_steps,
         dist=dist,
     )
+    actor = make_engine(parts.actor, ppo.actor, hybrid=config.hybrid_engine)
+    actor.generator.lora_rollout = ppo.actor.lora.rollout
+    critic = make_engine(parts.critic, ppo.critic)
+    reward: ScalarHeadModel | RewardView = parts.reward
+    if isinstance(parts.critic, CriticOverReward):
+        reward = RewardView(critic)
+    else:
+        parts.reward.eval().requires_grad_(False)
+    return PPOModels(
+        actor=actor,
+        critic=critic,
+        reference=ReferenceView(actor) if parts.reference is None else parts.reference,
+        scorer=RewardScorer(
+            model=reward,
+            stats=parts.stats,
+            settings=ppo,
+            actor_format=parts.chat_format,
+            own_format=parts.reward_format,
+        ),
+        tokenizer=parts.tokenizer,
+        chat_format=parts.chat_format,
+        tokenizer_id=parts.tokenizer_id,
+        suppress_ids=() if ppo.stop_at_eos else tuple(parts.chat_format.stop_ids),
+    )
+
+
+def _load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
+    ppo = config.ppo
+    trust = config.model.trust_remote_code
+    loading: dict[str, Any] = {
+        "dtype": resolve_dtype(config.model.dtype, dist.device),
+        "device": dist.device,
+        "attn_implementation": config.model.attn_implementation,
+        "trust_remote_code": trust,
+    }
 
     # The actor and its tokenizer.
     tokenizer = load_tokenizer(inputs["actor"], trust_remote_code=trust)
-    actor_model = load_causal_lm(
+    actor = load_causal_lm(
         inputs["actor"], gradient_checkpointing=ppo.actor.gradient_checkpointing, **loading
     )
-    _check_lengths(ppo, actor_model, inputs["actor"])
-    stop_ids = eos_token_ids(actor_model)
-    chat_format = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=stop_ids)
+    _check_lengths(ppo, actor, inputs["actor"])
+    chat_format = ChatFormat(
+        tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(actor)
+    )
 
     # The reward model, and how it reads the actor's answers.
     facts = read_reward_facts(inputs["reward"])
-    reward_model = load_scalar_model(
-        inputs["reward"], gradient_checkpointing=ppo.critic.gradient_checkpointing, **loading
-    )
+    for_critic = loading | {"gradient_checkpointing": ppo.critic.gradient_checkpointing}
+    reward = load_scalar_model(inputs["reward"], **for_critic)
     reward_tokenizer = load_tokenizer(inputs["reward"], trust_remote_code=trust)
     # It reads the actor's ids as they are where it knows all of them.
     same_ids = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer) and (
-        _embeddings(reward_model.backbone) >= _embeddings(actor_model)
+        _embeddings(reward.backbone) >= _embeddings(actor)
     )
     reward_format = ChatFormat(
         reward_tokenizer,
@@ -143,56 +213,41 @@ def load_models(
     if not same_ids:
         # The reward model cannot read the actor's ids: the critic starts from the actor's own
         # backbone, with a head of zeros so that its first values are neutral.
-        critic_model = new_scalar_model(
-            inputs["actor"],
-            seed=config.seed,
-            gradient_checkpointing=ppo.critic.gradient_checkpointing,
-            **loading,
-        )
-        torch.nn.init.zeros_(critic_model.head.weight)
-    elif ppo.critic.lora.enabled:
-        critic_model = CriticOverReward(
-            reward_model.backbone, copy.deepcopy(reward_model.head), reward_model.head
-        )
-        fold_normalisation(critic_model, facts.stats)
+        critic = new_scalar_model(inputs["actor"], seed=config.seed, **for_critic)
+        torch.nn.init.zeros_(critic.head.weight)
     else:
-        critic_model = load_scalar_model(
-            inputs["reward"], gradient_checkpointing=ppo.critic.gradient_checkpointing, **loading
-        )
-        fold_normalisation(critic_model, facts.stats)
+        if ppo.critic.lora.enabled:
+            critic = over_reward(reward)
+        else:
+            critic = load_scalar_model(inputs["reward"], **for_critic)
+        fold_normalisation(critic, facts.stats)
 
-    # Adapters, engines, and the two frozen models beside or inside them.
-    for model, settings, name, role in (
-        (actor_model, ppo.actor, "ppo.actor.lora", "actor"),
-        (critic_model.backbone, ppo.critic, "ppo.critic.lora", "reward" if same_ids else "actor"),
-    ):
-        if settings.lora.enabled:
-            attach(model, settings.lora, seed=config.seed, base=inputs[role], setting=name)
-    actor = make_engine(actor_model, ppo.actor, hybrid=config.hybrid_engine)
-    actor.generator.lora_rollout = ppo.actor.lora.rollout
-    critic = make_engine(critic_model, ppo.critic)
-    reference = (
-        ReferenceView(actor)
-        if ppo.actor.lora.enabled
-        else load_causal_lm(inputs["actor"], **loading).eval().requires_grad_(False)
-    )
-    shares_trunk = isinstance(critic_model, CriticOverReward)
-    return PPOModels(
+    # The reference: with LoRA the actor's own base.
+    reference = None
+    if not ppo.actor.lora.enabled:
+        reference = load_causal_lm(inputs["actor"], **loading).eval().requires_grad_(False)
+    return Parts(
         actor=actor,
-        critic=critic,
         reference=reference,
-        scorer=RewardScorer(
-            model=RewardView(critic) if shares_trunk else reward_model.eval().requires_grad_(False),
-            stats=facts.stats,
-            settings=ppo,
-            actor_format=chat_format,
-            own_format=None if same_ids and same_format else reward_format,
-        ),
-        tokenizer=tokenizer,
+        reward=reward,
+        critic=critic,
+        stats=facts.stats,
         chat_format=chat_format,
+        reward_format=None if same_ids and same_format else reward_format,
+        tokenizer=tokenizer,
         tokenizer_id=tokenizer_hash(tokenizer),
-        suppress_ids=() if ppo.stop_at_eos else tuple(chat_format.stop_ids),
+        actor_base=inputs["actor"],
+        critic_base=inputs["reward" if same_ids else "actor"],
     )
+
+
+def over_reward(reward: ScalarHeadModel) -> CriticOverReward:
+    """A critic that starts as the reward model, over the same backbone, with its own head."""
+    return CriticOverReward(reward.backbone, copy.deepcopy(reward.head), reward.head)
+
+
+def _embeddings(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def _check_lengths(ppo: PPOConfig, model: Any, path: str) -> None:
