@@ -12,6 +12,7 @@ import torch
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Generator, HybridEngine
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.scorers import Scorer
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.distributed import Dist
@@ -141,6 +142,7 @@ def evaluate_policy(
     return _report([row for part in dist.gather_objects(per_answer[:count]) for row in part])
 
 
+@whole_rows()
 def _both_logprobs(
     policy: Any, models: PPOModels, answers: Answers, ppo: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.hybrid_engine import Rollout, SamplingParams
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.host_copy import to_device
 from rlhf_app.training.micro_batches import computed_tokens
@@ -139,6 +140,7 @@ def collect(
 
 
 @torch.no_grad()
+@whole_rows()
 def _score(
     models: PPOModels,
     prompts: Sequence[PromptExample],

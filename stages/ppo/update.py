@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_app.config.schema import PPOConfig
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.accumulate import StepStats, optimizer_step
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.phases import PhaseClock
@@ -16,6 +17,7 @@ from stages.ppo.losses import Sums, policy_loss, value_loss
 from stages.ppo.models import PPOModels
 
 
+@whole_rows()
 def update_models(
     models: PPOModels,
     experience: Sequence[Experience],

@@ -36,6 +36,7 @@ from rlhf_app.models.scalar_head import (
     save_scalar_model,
 )
 from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
@@ -126,6 +127,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             filler=train[0],
         )
 
+    @whole_rows()
     def loss_of(batch: PairBatch) -> tuple[torch.Tensor, Sums]:
         scores_2BT = engine(batch.input_ids_2BT)
         if settings.loss == "token_wise":
@@ -185,6 +187,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         tokens = sum(
             len(train[row].chosen.input_ids) + len(train[row].rejected.input_ids) for row in batch
         )
+        (computed,) = dist.sum([sum(part.input_ids_2BT.numel() for part in micro_batches)])
         metrics.write(
             kind="train",
             step=step,
@@ -197,6 +200,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             lr=stats.lr,
             grad_norm=stats.grad_norm,
             tokens_per_second=tokens / (time.perf_counter() - began),
+            padding_share=1 - tokens / computed,
         )
         if step == total_steps or (settings.eval_every and step % settings.eval_every == 0):
             measured = measure(step)

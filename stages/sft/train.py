@@ -29,6 +29,7 @@ from rlhf_app.models.limits import check_vocabulary, length_limit
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
 from rlhf_app.models.lora import attach
 from rlhf_app.models.tokenizer import load_tokenizer, padding_id, tokenizer_hash
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
@@ -111,6 +112,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             rows, loss_on, padding_id(tokenizer), dist.device, limit=positions, filler=train[0]
         )
 
+    @whole_rows()
     def loss_of(batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return response_loss(engine, batch)
 
@@ -153,6 +155,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         tokens = sum(target_tokens(train[row], loss_on) for row in batch)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
         stats = optimizer_step(engine, micro_batches, loss_of, tokens, dist)
+        row_tokens = sum(lengths[row] for row in batch)
+        (computed,) = dist.sum([sum(part.input_ids_BT.numel() for part in micro_batches)])
         metrics.write(
             kind="train",
             step=step,
@@ -161,7 +165,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             accuracy=stats.sums["correct"] / tokens,
             lr=stats.lr,
             grad_norm=stats.grad_norm,
-            tokens_per_second=sum(lengths[row] for row in batch) / (time.perf_counter() - began),
+            tokens_per_second=row_tokens / (time.perf_counter() - began),
+            padding_share=1 - row_tokens / computed,
         )
         if step == total_steps or (sft.eval_every and step % sft.eval_every == 0):
             after = measure(step)
