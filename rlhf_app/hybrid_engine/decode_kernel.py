@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-_BLOCK = 64  # positions read at a time
+# Positions read at a time: in long rows more, with more warps, come closer to the bandwidth.
+_BLOCK, _LONG_BLOCK = 64, 128
+_LONG = 1024  # positions that a workspace has room for
 # Programs that fill a GPU of this kind; fewer rows x heads are cut into shares of positions.
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
 _MOST_SHARES = 16
 # Query heads per kv head are padded to the smallest matrix that tensor cores take.
 _LEAST_ROWS = 16
@@ -57,6 +59,12 @@ def shares(rows: int, kv_heads: int, positions: int, device: torch.device) -> in
     while count < most and rows * kv_heads * count < wanted:
         count *= 2
     return min(count, max(most, 1))
+
+
+def _warps(padded: int, long: bool) -> int:
+    if padded > 64:
+        return 4
+    return 2 if long else 1
 
 
 def decode_attention(
@@ -110,6 +118,7 @@ def decode_attention(
     group = heads // kv_heads
     kernels = _kernels()
     padded = max(16, 1 << (size - 1).bit_length())
+    long = positions > _LONG and padded <= 64
     kernels.attend[(rows, kv_heads, parts)](
         query, new_key, new_value, keys, values, slots_B, lengths_B,
         lengths_B if biases_HL is None else biases_HL,
@@ -121,10 +130,11 @@ def decode_attention(
         0 if biases_HL is None else biases_HL.stride(0),
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window,
         HEADS=heads, GROUP=group, SIZE=size,
-        ROWS=max(_LEAST_ROWS, 1 << (group - 1).bit_length()), WIDTH=padded, BLOCK=_BLOCK,
+        ROWS=max(_LEAST_ROWS, 1 << (group - 1).bit_length()), WIDTH=padded,
+        BLOCK=_LONG_BLOCK if long else _BLOCK,
         PARTS=parts, CAPPED=softcap is not None, WINDOWED=window is not None,
         BIASED=biases_HL is not None, ROUNDED=rounded, EXACT=query.dtype == torch.float32,
-        num_warps=2 if padded <= 64 else 4, num_stages=2,
+        num_warps=_warps(padded, long), num_stages=2,
     )  # fmt: skip
     if parts > 1:
         kernels.combine[(rows, heads)](
