@@ -1,6 +1,6 @@
 """Log-probs of sampled tokens, identical in form for the old, new and reference policy.
 
-Legend: B answers, L tokens of prompt + response, T response tokens, V vocabulary.
+Legend: B answers, L tokens of prompt + response, T response tokens, N of them that count.
 """
 
 from __future__ import annotations
@@ -10,66 +10,66 @@ from typing import Any
 
 import torch
 
+from rlhf_app.training.head_scores import score_tokens
 from stages.ppo.experience import Answers
 
 
-def action_logits(model: Any, answers: Answers) -> torch.Tensor:
-    """Logits that predict each action, raw.
-
-    Args:
-        model: a causal LM or an engine around one; called with `input_ids`, `position_ids` and
-            `logits_to_keep`, so that no logits of the prompt are computed.
-        answers: the micro-batch.
-
-    Returns:
-        logits_BTV in the model's dtype; rows of padding hold the logits of some real position.
-    """
-    length = answers.input_ids_BL.shape[1]
-    first = answers.first_action_index
-    output = model(
-        input_ids=answers.input_ids_BL,
-        position_ids=answers.position_ids_BL,
-        use_cache=False,
-        logits_to_keep=length - first,
-    )
-    rows = torch.arange(len(answers), device=output.logits.device).unsqueeze(1)
-    logits_BTV: torch.Tensor = output.logits[rows, answers.action_index_BT - first]
-    return logits_BTV
-
-
-def token_logprobs(
-    logits_BTV: torch.Tensor,
-    actions_BT: torch.Tensor,
+def policy_logprobs(
+    model: Any,
+    answers: Answers,
     *,
     temperature: float,
     suppress_ids: Sequence[int] = (),
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of `actions_BT` under softmax(logits / temperature), in fp32.
+    """Log-probs of the actions under softmax(logits / temperature), with gradient where it is on.
+
+    The model's head sees the actions that count and nothing else: no prompt, no padding.
 
     Args:
-        logits_BTV: raw logits, any float dtype.
-        actions_BT: int64 token ids.
+        model: a causal LM or an engine around one.
+        answers: the micro-batch. The same one gives the same bits, with and without gradient.
         temperature: the rollout's: the ratio and the KL must be those of the distribution that
             was sampled.
         suppress_ids: tokens that the rollout could not sample; the rest is renormalised.
         with_entropy: also return the entropy (nats), without gradient.
 
     Returns:
-        (logprobs_BT, entropy_BT or None), fp32.
+        (logprobs_BT, entropy_BT or None), fp32; 0 where padded.
     """
-    scaled_BTV = logits_BTV.float() / temperature
-    if suppress_ids:
-        index = torch.tensor(list(suppress_ids), device=scaled_BTV.device)
-        scaled_BTV = scaled_BTV.index_fill(-1, index, float("-inf"))
-    all_logprobs_BTV = scaled_BTV.log_softmax(dim=-1)
-    logprobs_BT = all_logprobs_BTV.gather(-1, actions_BT.unsqueeze(-1)).squeeze(-1)
-    if not with_entropy:
-        return logprobs_BT, None
-    with torch.no_grad():
-        # entr(p) = -p log p with entr(0) = 0, so suppressed tokens add nothing.
-        entropy_BT = torch.special.entr(all_logprobs_BTV.exp()).sum(dim=-1)
-    return logprobs_BT, entropy_BT
+    shape = answers.actions_BT.shape
+    length = answers.input_ids_BL.shape[1]
+    places_BT = answers.action_index_BT + length * _rows(answers)
+    # Where the actions are, without asking the device how many: the host knows.
+    index_N = answers.action_mask_BT.flatten().byte().argsort(descending=True, stable=True)
+    index_N = index_N[: answers.num_actions]
+    scores = score_tokens(
+        model,
+        {
+            "input_ids": answers.input_ids_BL,
+            "position_ids": answers.position_ids_BL,
+            # No logits of the prompts.
+            "logits_to_keep": length - answers.first_action_index,
+        },
+        places_BT.flatten().index_select(0, index_N),
+        answers.actions_BT.flatten().index_select(0, index_N),
+        temperature=temperature,
+        suppress_ids=suppress_ids,
+        with_entropy=with_entropy,
+    )
+    return _spread(scores.logprobs, index_N, shape), (
+        None if scores.entropy is None else _spread(scores.entropy, index_N, shape)
+    )
+
+
+def _rows(answers: Answers) -> torch.Tensor:
+    """Numbers of the rows, [B, 1]."""
+    return torch.arange(len(answers), device=answers.input_ids_BL.device).unsqueeze(1)
+
+
+def _spread(values_N: torch.Tensor, index_N: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Back to [B, T], 0 where padded."""
+    return values_N.new_zeros(shape.numel()).index_copy(0, index_N, values_N).view(shape)
 
 
 @torch.no_grad()
@@ -81,10 +81,10 @@ def score_policy(
     suppress_ids: Sequence[int],
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`token_logprobs` of a whole micro-batch under `model`, without gradient."""
-    return token_logprobs(
-        action_logits(model, answers),
-        answers.actions_BT,
+    """`policy_logprobs` without gradient."""
+    return policy_logprobs(
+        model,
+        answers,
         temperature=temperature,
         suppress_ids=suppress_ids,
         with_entropy=with_entropy,

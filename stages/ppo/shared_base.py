@@ -78,6 +78,11 @@ class ReferenceView:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
+    @property
+    def module(self) -> Any:
+        """The model, whose forward runs with its adapters unless it is called through the view."""
+        return self._engine.module
+
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the model's forward returns."""
         with adapter_off(self._engine):

@@ -1,29 +1,36 @@
-"""The SFT loss. Shapes: B rows, T positions, V vocabulary, N tokens that carry loss."""
+"""The SFT loss. Shapes: B rows, T positions, N tokens that carry loss."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.nn import functional as F
+
+from rlhf_app.training.head_scores import score_tokens
+from stages.sft.batches import SFTBatch
 
 
-def response_loss(
-    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def response_loss(model: Any, batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Cross-entropy in nats, summed over the tokens that count.
 
     Args:
-        logits_BTV: any float dtype; `logits[b, t]` predicts `targets[b, t]`. Log-softmax is
-            taken in fp32.
-        targets_BT: int64 token ids.
-        mask_BT: bool, True = counts. On the host, so that selecting tokens does not wait for
-            the GPU.
+        model: a causal LM or an engine around one. Its head sees the hidden states that predict
+            a token with loss and no others; log-softmax is taken in fp32.
+        batch: the micro-batch.
 
     Returns:
         (fp32 scalar, {"correct": tokens whose target is the most likely one}). The sum over
         no token is 0 and still has a gradient, of zeros.
     """
-    index_N = mask_BT.flatten().nonzero().squeeze(1).to(logits_BTV.device)
-    logits_NV = logits_BTV.flatten(0, 1).index_select(0, index_N)
-    targets_N = targets_BT.flatten().index_select(0, index_N)
-    loss = F.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
-    return loss, {"correct": (logits_NV.detach().argmax(-1) == targets_N).sum()}
+    # The mask is on the host, so that selecting tokens does not wait for the GPU.
+    index_N = batch.mask_BT.flatten().nonzero().squeeze(1).to(batch.input_ids_BT.device)
+    scores = score_tokens(
+        model,
+        {"input_ids": batch.input_ids_BT, "logits_to_keep": batch.logits_needed},
+        # The logits at one position predict the token at the next.
+        index_N - 1,
+        batch.input_ids_BT.flatten().index_select(0, index_N),
+        with_correct=True,
+    )
+    assert scores.correct is not None
+    return -scores.logprobs.sum(), {"correct": scores.correct.sum()}

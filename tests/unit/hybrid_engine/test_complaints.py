@@ -17,7 +17,7 @@ from rlhf_app.hybrid_engine import Generator, SamplingParams, initialize
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 from rlhf_app.training.distributed import close, setup
 from stages.ppo.experience import lay_out
-from stages.ppo.logprobs import action_logits, score_policy, token_logprobs
+from stages.ppo.logprobs import policy_logprobs, score_policy
 
 VOCAB = 97
 NEW = 12
@@ -183,7 +183,7 @@ def test_complaint_peers14_the_ratio_is_1_before_the_first_step(dtype, build, pr
     engine.eval()
     engine.rollout(prompts, SamplingParams(NEW, greedy=True))
     engine.train()
-    new, _ = token_logprobs(action_logits(engine, answers), answers.actions_BT, temperature=0.8)
+    new, _ = policy_logprobs(engine, answers, temperature=0.8)
     assert new.requires_grad
     ratio = (new - old).exp()[answers.action_mask_BT]
     assert torch.equal(ratio, torch.ones_like(ratio))

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.ppo.evaluate import distinct_n
 from stages.ppo.experience import lay_out
-from stages.ppo.logprobs import action_logits, token_logprobs
+from stages.ppo.logprobs import policy_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,8 @@ def test_layout():
 
 def test_action_logprobs_equal_row_by_row_log_softmax(model):
     answers = lay_out(PROMPTS, RESPONSES)
-    logprobs, entropy = token_logprobs(
-        action_logits(model, answers), answers.actions_BT, temperature=0.7, with_entropy=True
-    )
+    logprobs, entropy = policy_logprobs(model, answers, temperature=0.7, with_entropy=True)
+    assert not logprobs[~answers.action_mask_BT].any()
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + response])).logits[0] / 0.7
@@ -54,9 +53,9 @@ def test_action_logprobs_equal_row_by_row_log_softmax(model):
 
 def test_suppressed_tokens_leave_a_renormalised_support(model):
     answers = lay_out([[3, 4]], [[5, 6]])
-    logits = action_logits(model, answers)
-    logprobs, entropy = token_logprobs(
-        logits, answers.actions_BT, temperature=1.0, suppress_ids=[2, 7], with_entropy=True
+    logits = model(answers.input_ids_BL).logits[:, 1:]
+    logprobs, entropy = policy_logprobs(
+        model, answers, temperature=1.0, suppress_ids=[2, 7], with_entropy=True
     )
     kept = [i for i in range(17) if i not in (2, 7)]
     p = logits[0, 0, kept].softmax(-1)

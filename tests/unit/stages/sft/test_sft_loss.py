@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_sources.examples import SequenceExample
-from stages.sft.batches import collate, target_tokens
+from stages.sft.batches import SFTBatch, collate, target_tokens
 from stages.sft.loss import response_loss
 
 CPU = torch.device("cpu")
@@ -40,12 +41,15 @@ def model():
     )
 
 
-def loss_of(model, batch):
-    keep = batch.logits_needed
-    logits = model(input_ids=batch.input_ids_BT, logits_to_keep=keep).logits
-    return response_loss(
-        logits[:, :-1], batch.input_ids_BT[:, -keep:][:, 1:], batch.mask_BT[:, -keep:][:, 1:]
-    )
+def loss_of_logits(logits, targets, mask):
+    """The loss of a model with these logits; `logits[b, t]` predicts `targets[b, t]`."""
+
+    def model(logits_to_keep, **_):
+        return SimpleNamespace(logits=padded[:, -logits_to_keep:])
+
+    padded = torch.cat([logits, logits.new_zeros(len(logits), 1, logits.shape[-1])], 1)
+    ids = torch.nn.functional.pad(targets, (1, 0))
+    return response_loss(model, SFTBatch(ids, torch.nn.functional.pad(mask, (1, 0))))
 
 
 def hf_loss(model, row, loss_on="response"):
@@ -60,14 +64,14 @@ def hf_loss(model, row, loss_on="response"):
 def test_uniform_logits_cost_log_v_per_token():
     logits = torch.zeros(2, 3, 7)
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    loss, sums = response_loss(logits, torch.zeros(2, 3, dtype=torch.long), mask)
+    loss, sums = loss_of_logits(logits, torch.zeros(2, 3, dtype=torch.long), mask)
     assert loss.item() == pytest.approx(3 * math.log(7), rel=1e-6)
     assert sums["correct"].item() == 3  # argmax of a tie is the first id, the target
 
 
 def test_one_token_by_hand():
     logits = torch.tensor([[[1.0, 2.0, 4.0], [9.0, 0.0, 0.0]]])
-    loss, sums = response_loss(logits, torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
+    loss, sums = loss_of_logits(logits, torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
     expected = math.log(math.exp(1) + math.exp(2) + math.exp(4)) - 2
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert sums["correct"].item() == 0
@@ -76,8 +80,8 @@ def test_one_token_by_hand():
 def test_bf16_logits_are_summed_in_fp32():
     logits = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets, mask = torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool)
-    loss, _ = response_loss(logits, targets, mask)
-    exact, _ = response_loss(logits.double().float(), targets, mask)
+    loss, _ = loss_of_logits(logits, targets, mask)
+    exact, _ = loss_of_logits(logits.double().float(), targets, mask)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
 
@@ -89,14 +93,14 @@ def test_equals_the_loss_of_transformers_row_by_row(model, loss_on):
         example([1, 7, EOS], 2),
         example([1, 4, 5, 6, 7, 8, 9, 10, 11, EOS], 1),
     ]
-    loss, _ = loss_of(model, batch_of(rows, loss_on))
+    loss, _ = response_loss(model, batch_of(rows, loss_on))
     expected = sum(hf_loss(model, row, loss_on) for row in rows)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_batch_of_one(model):
     row = example([1, 7, 8, EOS], 2)
-    loss, _ = loss_of(model, batch_of([row]))
+    loss, _ = response_loss(model, batch_of([row]))
     assert loss.item() == pytest.approx(hf_loss(model, row).item(), rel=1e-6)
 
 
@@ -118,7 +122,7 @@ def test_an_empty_answer_is_its_stop_token_alone(model):
     batch = batch_of([row])
     assert batch.mask_BT.tolist() == [[False, False, False, True]]
     assert target_tokens(row, "response") == 1
-    loss, _ = loss_of(model, batch)
+    loss, _ = response_loss(model, batch)
     logits = model(input_ids=torch.tensor([row.input_ids])).logits[0, 2]
     assert loss.item() == pytest.approx(-logits.log_softmax(-1)[EOS].item(), rel=1e-5)
 
@@ -133,7 +137,7 @@ def test_the_first_token_is_never_a_target():
 def test_a_filler_batch_has_no_loss_but_gradients_of_zero(model):
     batch = batch_of([])
     assert not batch.mask_BT.any()
-    loss, sums = loss_of(model, batch)
+    loss, sums = response_loss(model, batch)
     loss.backward()
     assert loss.item() == 0
     assert sums["correct"].item() == 0
@@ -148,5 +152,5 @@ def test_only_the_logits_that_matter_are_computed(model):
     assert batch.logits_needed == 4  # positions 2, 3, 4 predict targets; 5 predicts nothing
     assert batch_of([example([1, 7, EOS], 1)]).logits_needed == 3
     all_logits = model(input_ids=batch.input_ids_BT).logits
-    full, _ = response_loss(all_logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
-    assert loss_of(model, batch)[0].item() == pytest.approx(full.item(), rel=1e-6)
+    full, _ = loss_of_logits(all_logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
+    assert response_loss(model, batch)[0].item() == pytest.approx(full.item(), rel=1e-6)
