@@ -4,33 +4,37 @@ Shapes: N requests, B active rows, S slots, P prompt tokens, T answer tokens, V 
 
 The active rows are always the first B rows of the state; each has a slot of the workspace.
 Where a step reads slots in any order a finished row's slot simply becomes free, elsewhere
-rows move so that row i is in slot i. The host reads the finish flags only every few steps.
+rows move so that row i is in slot i. `refill` decides who decodes when; on CUDA the host follows
+one burst of steps behind the device, which never waits for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from rlhf_app.hybrid_engine.attention import Prefill
-from rlhf_app.hybrid_engine.decode_state import ALIVE, COUNT, STOPPED, TOKEN, DecodeState
+from rlhf_app.hybrid_engine.decode_state import TOKEN, DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
+from rlhf_app.hybrid_engine.device_clock import DeviceClock
+from rlhf_app.hybrid_engine.finish_flags import Ended, FinishFlags
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
+from rlhf_app.hybrid_engine.refill import Pace, Refill
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.upload import upload
 
 # Tokens, padding included, of one prefill forward: bounds its activations.
 PREFILL_TOKENS = 16_384
 # A prefill this large is efficient; beyond it prompts join only while padding stays cheap.
 PREFILL_ENOUGH = {"cpu": 512, "cuda": 4096}
 PREFILL_PADDING = 1.25
-# Decode steps between looks at the finish flags; a look makes the host wait for the device.
-CUDA_POLL_STEPS = 8
+# On CUDA the host looks at the finish flags behind the device's back, every few steps.
+CUDA_PACE = Pace(most_steps=8, late=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class RolloutTimings:
     """Where the time of a rollout went.
 
     Attributes:
-        prefill_seconds: running prompts, first tokens included.
+        prefill_seconds: running prompts, first tokens included; on CUDA the device's time.
         decode_seconds: all later tokens.
         total_seconds: the whole call.
         prompt_tokens: real prompt tokens, each prompt counted for each of its answers.
@@ -49,6 +53,8 @@ class RolloutTimings:
             share it.
         form: how decode steps ran: "cuda graph", "eager" with the reason, or "native"; with
             the number of ranks where several shared the rollout.
+        slot_steps: decode steps x slots, over all ranks that shared the rollout.
+        slot_tokens: answer tokens after each answer's first, likewise: what those slots made.
     """
 
     prefill_seconds: float
@@ -60,6 +66,13 @@ class RolloutTimings:
     row_steps: int
     prefilled_tokens: int = 0
     form: str = "native"
+    slot_steps: int = 0
+    slot_tokens: int = 0
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of the slots' steps that made a token; 1 where no step was needed."""
+        return self.slot_tokens / self.slot_steps if self.slot_steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class Rollout:
         tokens: ids of each answer, its stop token included.
         logprobs: one [T] fp32 CPU tensor per answer: log-probs of the distribution that was
             sampled from (temperature, filters and suppressed ids applied).
-        stopped: whether the answer ended by a stop id; False: cut by max_new_tokens.
+        stopped: whether the answer ended by a stop id; False: cut by its limit.
         timings: where the time went.
     """
 
@@ -80,32 +93,18 @@ class Rollout:
     timings: RolloutTimings
 
 
-@dataclass(slots=True)
-class _Row:
-    """What the host knows of an active row without reading the device.
-
-    Attributes:
-        request: whose answer it is.
-        offset: position of the row's token minus the step number.
-        born: step at which it had drawn its first token.
-    """
-
-    request: int
-    offset: int
-    born: int
-
-
 class DecodeLoop:
     """One rollout over a borrowed workspace.
 
     Args:
         model: must be inside its `session` while `run` runs.
-        workspace: with room for `slots` rows of the longest prompt plus max_new_tokens.
+        workspace: with room for `slots` rows of the longest prompt and answer.
         state: device buffers, reused between rollouts.
         step: runs decode steps.
         prompts: ids of each request, none empty.
         keys_N: [N] int64 on the CPU, the start of each request's random stream.
         params: how tokens are drawn.
+        limits: most tokens of each request's answer.
         slots: rows decoded at once.
     """
 
@@ -118,6 +117,7 @@ class DecodeLoop:
         prompts: Sequence[Sequence[int]],
         keys_N: torch.Tensor,
         params: SamplingParams,
+        limits: Sequence[int],
         slots: int,
     ) -> None:
         self._model = model
@@ -125,13 +125,9 @@ class DecodeLoop:
         self._state = state
         self._decode_step = step
         self._prompts = prompts
-        self._params = params
         # A forward in which other ranks take part is one action: all ranks count alike.
         self._lockstep = model.weights.lockstep
-        self._poll_steps = 1
-        if model.device.type == "cuda" and not self._lockstep:
-            self._poll_steps = CUDA_POLL_STEPS
-        state.begin(params, keys_N, [params.max_new_tokens] * len(prompts), slots)
+        state.begin(params, keys_N, limits, slots)
         step.begin(workspace, state, params, slots)
         # Similar lengths share a prefill: least padding. Equal prompts share it altogether.
         # Results do not depend on the order.
@@ -139,22 +135,24 @@ class DecodeLoop:
         self._twin = [first_of.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
         self._repeated = {twin for i, twin in enumerate(self._twin) if twin != i}
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), self._twin[i], i))
-        self._waiting = deque(order)
-        self._rows: list[_Row] = []
+        pace = self._pace()
+        self._refill = Refill(order, limits, slots, pace)
+        self._flags = FinishFlags(state.flags, pace.late)
         self._slots = list(range(slots))  # of every row, the idle ones behind the active ones
-        self._step = 0
-        self._counts = [0] * len(prompts)
-        self._stopped = [False] * len(prompts)
-        self._prefill_seconds = 0.0
+        self._ends = [Ended(0, False)] * len(prompts)
+        self._prefills = DeviceClock(model.device)
         self._prefilled_tokens = 0
-        self._row_steps = 0
+
+    def _pace(self) -> Pace:
+        """How the host follows the device: closely where that costs nothing, or is needed."""
+        return CUDA_PACE if self._model.device.type == "cuda" and not self._lockstep else Pace()
 
     def run(self) -> Rollout:
         """Decode until every request has its answer, on every rank that takes part."""
         start = time.perf_counter()
         weights = self._model.weights
         while True:
-            working = bool(self._waiting or self._rows)
+            working = bool(self._refill.waiting or self._refill.rows)
             if not weights.any_working(working):
                 break
             if not working:
@@ -162,100 +160,111 @@ class DecodeLoop:
             elif not self._admit():
                 self._decode()
             self._retire()
+        self._book(self._flags.last())
         tokens_NT, logprobs_NT = self._state.answers(len(self._prompts))
         total = time.perf_counter() - start
-        rows = zip(tokens_NT.tolist(), self._counts, strict=True)
+        counts = [end.tokens for end in self._ends]
+        rows = zip(tokens_NT.tolist(), counts, strict=True)
+        steps, prefill_seconds = self._refill.step, self._prefills.seconds()
         return Rollout(
             [row[:count] for row, count in rows],
-            [row[:count].clone() for row, count in zip(logprobs_NT, self._counts, strict=True)],
-            self._stopped,
+            [row[:count].clone() for row, count in zip(logprobs_NT, counts, strict=True)],
+            [end.stopped for end in self._ends],
             RolloutTimings(
-                prefill_seconds=self._prefill_seconds,
-                decode_seconds=total - self._prefill_seconds,
+                prefill_seconds=prefill_seconds,
+                decode_seconds=total - prefill_seconds,
                 total_seconds=total,
                 prompt_tokens=sum(map(len, self._prompts)),
-                generated_tokens=sum(self._counts),
-                decode_steps=self._step,
-                row_steps=self._row_steps,
+                generated_tokens=sum(counts),
+                decode_steps=steps,
+                row_steps=self._refill.row_steps,
                 prefilled_tokens=self._prefilled_tokens,
                 form=self._decode_step.form,
+                slot_steps=steps * len(self._slots),
+                slot_tokens=sum(counts) - len(counts),
             ),
         )
 
     def _admit(self) -> bool:
         """Let waiting prompts into the free slots; False when that took no forward."""
-        start = time.perf_counter()
+        refill = self._refill
         forwards = 0
-        while self._waiting and len(self._rows) < len(self._slots):
+        while refill.waiting and refill.free:
             if self._join():
                 continue
+            # Sorted by length: the next prompts are about as long as the first.
+            tokens = refill.free * len(self._prompts[refill.waiting[0]])
+            if not forwards and not refill.worthwhile(tokens, self._enough):
+                break
             if forwards and self._lockstep:
                 break
-            self._prefill(self._next_group())
+            with self._prefills.running():
+                self._prefill(self._next_group())
             forwards += 1
-        if forwards and self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)  # else its time lands in decode's
-        self._prefill_seconds += time.perf_counter() - start
         return forwards > 0
+
+    @property
+    def _enough(self) -> int:
+        return PREFILL_ENOUGH.get(self._model.device.type, PREFILL_TOKENS)
 
     def _join(self) -> bool:
         """Start the next request beside an active row with the same prompt, if there is one.
 
         Keys and values of the prompt are copied; its last token is then decoded once more.
         """
-        request = self._waiting[0]
+        refill = self._refill
+        request = refill.waiting[0]
         prompt = self._prompts[request]
         twin = self._twin[request]
         if twin not in self._repeated or len(prompt) < 2:
             return False
-        siblings = (i for i, row in enumerate(self._rows) if self._twin[row.request] == twin)
+        siblings = (i for i, row in enumerate(refill.rows) if self._twin[row.request] == twin)
         sibling = next(siblings, None)
         if sibling is None:
             return False
-        self._waiting.popleft()
-        row = len(self._rows)
+        refill.waiting.popleft()
+        row = len(refill.rows)
         self._workspace.copy([self._slots[sibling]], [self._slots[row]], len(prompt) - 1)
         state = self._state.admit(row, [request], [self._slots[row]], [len(prompt)])
         state[TOKEN] = prompt[-1]
-        self._rows.append(_Row(request, len(prompt) - 1 - self._step, self._step + 1))
+        refill.start(request, len(prompt) - 1, drawn=False)
         return True
 
     def _next_group(self) -> list[int]:
         """Requests of the next prefill: they fit the slots and the token bound."""
-        free = len(self._slots) - len(self._rows)
-        enough = PREFILL_ENOUGH.get(self._model.device.type, PREFILL_TOKENS)
+        waiting = self._refill.waiting
         group: list[int] = []
         real = distinct = 0
-        while self._waiting and len(group) < free:
-            request = self._waiting[0]
+        while waiting and len(group) < self._refill.free:
+            request = waiting[0]
             if not group or self._twin[group[-1]] != self._twin[request]:
                 # Sorted by length: the next prompt is the longest of the group it joins.
                 length = len(self._prompts[request])
                 padded = length * (distinct + 1)
-                wasteful = padded > enough and padded > PREFILL_PADDING * (real + length)
+                wasteful = padded > self._enough and padded > PREFILL_PADDING * (real + length)
                 if group and (padded > PREFILL_TOKENS or wasteful):
                     break
                 real += length
                 distinct += 1
-            group.append(self._waiting.popleft())
+            group.append(waiting.popleft())
         return group
 
     def _prefill(self, group: list[int]) -> None:
         """Run the distinct prompts of a group; their other answers start from copies."""
-        first, last = len(self._rows), len(self._rows) + len(group)
-        slots = self._slots[first:last]
+        first = len(self._refill.rows)
+        slots = self._slots[first : first + len(group)]
         leaders = [i for i in range(len(group)) if self._is_leader(group, i)]
         prompts = [self._prompts[group[i]] for i in leaders]
         longest = max(map(len, prompts))
         padded = [[*prompt, *([0] * (longest - len(prompt)))] for prompt in prompts]
         device = self._model.device
-        ids_BP = torch.tensor(padded, device=device)
-        lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        ids_BP = upload(padded, device)
+        lengths_B = upload([len(prompt) for prompt in prompts], device)
         at = [slots[i] for i in leaders]
         consecutive = at == list(range(at[0], at[0] + len(at)))
         step = Prefill(
             self._workspace,
-            slice(at[0], at[0] + len(at)) if consecutive else torch.tensor(at, device=device),
+            slice(at[0], at[0] + len(at)) if consecutive else upload(at, device),
         )
         logits_BV = self._model.prefill(ids_BP, lengths_B, step)
         if len(leaders) < len(group):
@@ -264,14 +273,12 @@ class DecodeLoop:
             for i, leader in enumerate(leader_of):
                 if i != leaders[leader]:
                     self._workspace.copy([at[leader]], [slots[i]], len(prompts[leader]))
-            logits_BV = logits_BV[torch.tensor(leader_of, device=device)]
+            logits_BV = logits_BV[upload(leader_of, device)]
         lengths = [len(self._prompts[request]) for request in group]
         state = self._state.admit(first, group, slots, lengths)
         self._state.record(state, logits_BV)
-        self._rows += [
-            _Row(request, length - self._step, self._step)
-            for request, length in zip(group, lengths, strict=True)
-        ]
+        for request, length in zip(group, lengths, strict=True):
+            self._refill.start(request, length, drawn=True)
         self._prefilled_tokens += sum(map(len, prompts))
 
     def _is_leader(self, group: list[int], index: int) -> bool:
@@ -279,48 +286,44 @@ class DecodeLoop:
 
     def _decode(self) -> None:
         """Decode steps up to the next look at the finish flags."""
-        rows = len(self._rows)
-        offsets = [row.offset for row in self._rows]
+        refill = self._refill
+        rows = len(refill.rows)
+        offsets = [row.offset for row in refill.rows]
         longest, equal = max(offsets), max(offsets) == min(offsets)
-        # The youngest row is the last that can still need steps.
-        youngest = max(row.born for row in self._rows)
-        needed = youngest + self._params.max_new_tokens - 1 - self._step
-        for _ in range(min(self._poll_steps, needed)):
+        last = self._workspace.positions - 1
+        for _ in range(refill.burst()):
             # A row that finished unseen stays where it is; `longest` bounds it all the same.
-            self._decode_step(rows, min(longest + self._step, self._workspace.positions - 1), equal)
-            self._step += 1
-            self._row_steps += rows
+            self._decode_step(rows, min(longest + refill.step, last), equal)
+            refill.advance()
 
     def _retire(self) -> None:
         """Take finished rows out: the last rows take their places."""
-        rows = len(self._rows)
+        refill = self._refill
+        rows = len(refill.rows)
         if not rows:
             return
-        alive = self._state.rows[ALIVE, :rows].tolist()
-        if all(alive):
-            return
-        counts, stopped = self._state.rows[:, :rows][[COUNT, STOPPED]].tolist()
-        for index, row in enumerate(self._rows):
-            if not alive[index]:
-                self._counts[row.request] = counts[index]
-                self._stopped[row.request] = bool(stopped[index])
-        left = sum(alive)
-        targets = [row for row in range(left) if not alive[row]]
-        sources = [row for row in range(left, rows) if alive[row]]
+        ended = self._flags.look([row.request for row in refill.rows])
+        self._book(ended)
+        sources, targets = refill.retire({i: end.tokens for i, end in ended.items()})
         if targets:
             self._move(sources, targets)
-        del self._rows[left:]
-        self._state.clear(left, self._slots[left:])
+        left = len(refill.rows)
+        if left < rows:
+            self._state.clear(left, self._slots[left:rows])
+
+    def _book(self, ended: Mapping[int, Ended]) -> None:
+        for request, end in ended.items():
+            self._ends[request] = end
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         """Rows `sources` become rows `targets`."""
         state = self._state.rows
-        state[:, targets] = state[:, sources]
-        if not self._decode_step.any_slot:
-            longest = max(self._rows[row].offset for row in sources) + self._step
-            self._workspace.copy(sources, targets, min(longest, self._workspace.positions))
-        for target, source in zip(targets, sources, strict=True):
-            self._rows[target] = self._rows[source]
-            if self._decode_step.any_slot:
-                slots = self._slots
-                slots[target], slots[source] = slots[source], slots[target]
+        source, target = upload([sources, targets], self._model.device)
+        state[:, target] = state[:, source]
+        if self._decode_step.any_slot:
+            slots = self._slots
+            for to, origin in zip(targets, sources, strict=True):
+                slots[to], slots[origin] = slots[origin], slots[to]
+            return
+        longest = max(self._refill.rows[row].offset for row in targets) + self._refill.step
+        self._workspace.copy(sources, targets, min(longest, self._workspace.positions))

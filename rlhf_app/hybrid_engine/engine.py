@@ -279,13 +279,14 @@ class HybridEngine:
         params: SamplingParams,
         uids: Sequence[int] | None = None,
         max_slots: int | None = None,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Answer ragged prompts; see `Generator.rollout`.
 
         The module's mode is the same before and after, whichever it is.
         """
         with self._booked():
-            return self.generator.rollout(prompts, params, uids, max_slots)
+            return self.generator.rollout(prompts, params, uids, max_slots, limits)
 
     def generate(
         self,

@@ -21,7 +21,12 @@ from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
-from rlhf_app.hybrid_engine.request_checks import check_length, check_prompts, check_suppressed
+from rlhf_app.hybrid_engine.request_checks import (
+    check_length,
+    check_limits,
+    check_prompts,
+    check_suppressed,
+)
 from rlhf_app.hybrid_engine.sampling import SamplingParams, request_keys
 from rlhf_app.hybrid_engine.tensor_parallel import SlicedWeights, warn_whole
 from rlhf_app.hybrid_engine.tp_group import RankRequest, merged
@@ -72,6 +77,7 @@ class Generator:
         params: SamplingParams,
         uids: Sequence[int] | None = None,
         max_slots: int | None = None,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Answer every prompt.
 
@@ -87,6 +93,7 @@ class Generator:
             uids: one integer per prompt, the source of its randomness; unset: its index.
             max_slots: rows decoded at once; the others wait for a free slot. Unset: all, or on
                 CUDA as many as find room in the memory that is free.
+            limits: most tokens of each prompt's answer, in 1..max_new_tokens; unset: that.
 
         Returns:
             One answer per prompt, in order.
@@ -99,7 +106,7 @@ class Generator:
                 generating already, in another thread or around this call.
         """
         with exclusively(self.model):
-            return self._rollout(prompts, params, uids, max_slots)
+            return self._rollout(prompts, params, uids, max_slots, limits)
 
     def _rollout(
         self,
@@ -107,6 +114,7 @@ class Generator:
         params: SamplingParams,
         uids: Sequence[int] | None,
         max_slots: int | None,
+        limits: Sequence[int] | None,
     ) -> Rollout:
         self._probe_again()
         self.capability  # noqa: B018 - the probe is a matter of all ranks, the checks are not
@@ -114,9 +122,11 @@ class Generator:
         try:
             check_prompts(prompts, self._model.input_vocabulary)
             uids = range(len(prompts)) if uids is None else uids
-            self._check(prompts, params, uids, max_slots)
+            limits = check_limits(limits, len(prompts), params.max_new_tokens)
+            self._check(prompts, params, uids, max_slots, limits)
             keys = request_keys(params.seed, params.step, uids).tolist()
-            longest = max(map(len, prompts), default=0) + params.max_new_tokens
+            lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+            longest = max(lengths, default=0)
             mine = Terms(self._lacking(longest), longest, len(prompts))
         except Exception as found:  # whatever it is, other ranks may be waiting
             error = found
@@ -128,11 +138,13 @@ class Generator:
         slots = min(len(prompts), max_slots or len(prompts))
         if not self._serves(terms.reasons):
             assert uids is not None
-            return self._count(native_rollout(self._model, prompts, uids, params, slots))
+            assert limits is not None
+            return self._count(native_rollout(self._model, prompts, uids, params, limits, slots))
         request = RankRequest(
             prompts=[list(prompt) for prompt in prompts],
             keys=keys,
             params=params,
+            limits=list(limits or ()),
             slots=slots,
             room=None if max_slots else self._memory.slots_that_fit(longest),
         )
@@ -162,7 +174,7 @@ class Generator:
                 return DecodeLoop(
                     self._model, workspace, memory.state, memory.step,
                     request.prompts, torch.tensor(request.keys, dtype=torch.int64),
-                    request.params, request.slots,
+                    request.params, request.limits, request.slots,
                 ).run()  # fmt: skip
         finally:
             if self._settings.release_inference_cache:
@@ -324,6 +336,7 @@ class Generator:
         params: SamplingParams,
         uids: Sequence[int],
         max_slots: int | None,
+        limits: Sequence[int],
     ) -> None:
         require_decoder_only(self._model)
         if len(uids) != len(prompts):
@@ -331,9 +344,10 @@ class Generator:
         if max_slots is not None and max_slots < 1:
             raise ConfigError(f"max_slots is {max_slots}: give at least 1")
         check_suppressed(params, self._model.output_vocabulary)
-        longest = max(map(len, prompts), default=0)
-        limits = {
+        bounds = {
             "the model's positions": self.capability.max_positions,
             "hybrid_engine.max_out_tokens": self._settings.max_out_tokens,
         }
-        check_length(longest, params.max_new_tokens, limits)
+        prompt, limit = max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0))
+        cut = limit != params.max_new_tokens
+        check_length(prompt, limit, bounds, "a limit of" if cut else "max_new_tokens")

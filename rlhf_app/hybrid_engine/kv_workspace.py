@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf_app.hybrid_engine.upload import upload
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -136,8 +138,7 @@ class KVWorkspace:
     def copy(self, sources: Sequence[int], targets: Sequence[int], positions: int) -> None:
         """Copy the first `positions` tokens of slots `sources` over slots `targets`."""
         self.check(max((*sources, *targets)) + 1, positions)
-        source = torch.tensor(sources, device=self._device)
-        target = torch.tensor(targets, device=self._device)
+        source, target = upload([sources, targets], self._device)
         for group in self._groups:
             for buffer in group:
                 live = buffer[:, :, :, :positions]

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +35,7 @@ def native_rollout(
     prompts: Sequence[Sequence[int]],
     uids: Sequence[int],
     params: SamplingParams,
+    limits: Sequence[int],
     slots: int,
 ) -> Rollout:
     """Answer every prompt, `slots` at a time: left-padded, or where padding would change a
@@ -44,6 +46,7 @@ def native_rollout(
         prompts: ids of each request, none empty.
         uids: one integer per request.
         params: how tokens are drawn.
+        limits: most tokens of each request's answer.
         slots: rows of one batch.
 
     Returns:
@@ -52,22 +55,24 @@ def native_rollout(
     start = time.perf_counter()
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[torch.Tensor] = [torch.empty(0) for _ in prompts]
-    steps = row_steps = 0
+    steps = row_steps = later_steps = 0
     with model.evaluation(whole=True), _plain_generation_config(model.model):
         if keeps_state(model) and slots > 1 and _rows_mix(model):
             slots = 1
         for batch in _batches(prompts, slots, ragged=_takes_padding(model)):
             keys = request_keys(params.seed, params.step, [uids[i] for i in batch])
+            longest = replace(params, max_new_tokens=max(limits[i] for i in batch))
             drawn_BT, drawn_logprobs_BT = _generate(
-                model, [prompts[i] for i in batch], keys, params
+                model, [prompts[i] for i in batch], keys, longest
             )
             rows = zip(batch, drawn_BT.tolist(), drawn_logprobs_BT.cpu(), strict=True)
             for index, row, values in rows:
-                count = _answer_length(row, params.stop_ids)
+                count = _answer_length(row[: limits[index]], params.stop_ids)
                 tokens[index] = row[:count]
                 logprobs[index] = values[:count].clone()
             steps += drawn_BT.shape[1]
             row_steps += drawn_BT.numel()
+            later_steps += drawn_BT.shape[1] - 1
     total = time.perf_counter() - start
     return Rollout(
         tokens,
@@ -81,6 +86,8 @@ def native_rollout(
             generated_tokens=sum(map(len, tokens)),
             decode_steps=steps,
             row_steps=row_steps,
+            slot_steps=later_steps * slots,
+            slot_tokens=sum(map(len, tokens)) - len(tokens),
         ),
     )
 

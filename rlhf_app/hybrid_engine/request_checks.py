@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,48 @@ def check_suppressed(params: SamplingParams, vocabulary: int) -> None:
         )
 
 
-def check_length(prompt: int, new_tokens: int, limits: Mapping[str, int | None]) -> None:
+def check_limits(limits: Any, prompts: int, new_tokens: int) -> list[int]:
+    """The most tokens of each answer, or a refusal of what is no list of them.
+
+    Args:
+        limits: the caller's, or None.
+        prompts: how many there are.
+        new_tokens: most tokens of any answer.
+
+    Raises:
+        ConfigError: naming the first limit that is wrong.
+    """
+    if limits is None:
+        return [new_tokens] * prompts
+    if not _is_sequence(limits):
+        raise ConfigError(
+            f"limits is a {type(limits).__name__}: give a list with one whole number per prompt"
+        )
+    if len(limits) != prompts:
+        raise ConfigError(f"rollout: {len(limits)} limits for {prompts} prompts")
+    for index, limit in enumerate(limits):
+        whole = isinstance(limit, Integral) and not isinstance(limit, bool)
+        if not whole or not 1 <= limit <= new_tokens:
+            raise ConfigError(
+                f"limit {index} is {limit!r}: give a whole number from 1 to max_new_tokens "
+                f"({new_tokens})"
+            )
+    return [int(limit) for limit in limits]
+
+
+def check_length(
+    prompt: int,
+    new_tokens: int,
+    limits: Mapping[str, int | None],
+    called: str = "max_new_tokens",
+) -> None:
     """Refuse a row that would be too long.
 
     Args:
         prompt: tokens of the longest one.
         new_tokens: most tokens of its answer.
         limits: most tokens of a row, by what sets them; None is no limit.
+        called: what the caller knows `new_tokens` as.
 
     Raises:
         ConfigError: naming the limit.
@@ -77,7 +113,7 @@ def check_length(prompt: int, new_tokens: int, limits: Mapping[str, int | None])
     for name, limit in limits.items():
         if limit is not None and prompt + new_tokens > limit:
             raise ConfigError(
-                f"a prompt of {prompt} tokens and max_new_tokens {new_tokens} "
+                f"a prompt of {prompt} tokens and {called} {new_tokens} "
                 f"exceed {name} ({limit}): shorten one of them"
             )
 

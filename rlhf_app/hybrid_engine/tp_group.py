@@ -29,6 +29,7 @@ class RankRequest:
         prompts: ids of each request, without padding.
         keys: one int64 per request, the start of its random stream.
         params: how tokens are drawn; their seed and step are in the keys already.
+        limits: most tokens of each request's answer.
         slots: rows that this rank alone would decode at once.
         room: rows that find room in its memory, or None when that is not asked.
     """
@@ -36,6 +37,7 @@ class RankRequest:
     prompts: list[list[int]]
     keys: list[int]
     params: SamplingParams
+    limits: list[int]
     slots: int
     room: int | None = None
 
@@ -52,6 +54,7 @@ def merged(requests: Sequence[RankRequest]) -> RankRequest:
         prompts=[prompt for request in requests for prompt in request.prompts],
         keys=[key for request in requests for key in request.keys],
         params=requests[0].params,
+        limits=[limit for request in requests for limit in request.limits],
         # One slot at least: a rank without prompts still takes part.
         slots=min([max(1, sum(request.slots for request in requests)), *rooms]),
     )

@@ -176,11 +176,12 @@ def test_reasons_not_to_slice(build, make, reason):
 def test_rows_at_once_are_bounded_by_the_fullest_rank(slots, rooms, want):
     params = SamplingParams(4)
     requests = [
-        RankRequest([[5], [6, 7]][:n], [11, 12][:n], params, slot, room)
+        RankRequest([[5], [6, 7]][:n], [11, 12][:n], params, [3, 4][:n], slot, room)
         for n, slot, room in zip((1, 2), slots, rooms, strict=True)
     ]
     got = merged(requests)
     assert (got.prompts, got.keys, got.slots) == ([[5], [5], [6, 7]], [11, 11, 12], want)
+    assert got.limits == [3, 3, 4]
 
 
 def test_a_group_needs_its_processes():
