@@ -227,8 +227,16 @@ def out_of_memory(row: Row, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        full = isinstance(error, torch.OutOfMemoryError) or text.startswith("KV workspace")
-        if not full and "can't allocate memory" not in text:
+        line = out_of_memory_line(error)
+        if line is None:
             raise
-        row.error = f"{row.slots} rows, {what}: out of memory: {text}"
+        row.error = f"{row.slots} rows, {what}: {line}"
+
+
+def out_of_memory_line(error: RuntimeError) -> str | None:
+    """The error in one line, if it says that memory is not there."""
+    text = " ".join(str(error).split())
+    full = isinstance(error, torch.OutOfMemoryError) or text.startswith("KV workspace")
+    if not full and "can't allocate memory" not in text:
+        return None
+    return f"out of memory: {text}"

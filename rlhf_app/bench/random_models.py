@@ -17,20 +17,17 @@ from rlhf_app.models.scalar_head import ScalarHead, ScalarHeadModel, hidden_widt
 _STD = 0.02
 
 
-def random_causal_lm(
-    config: Any, dtype: torch.dtype, device: torch.device, *, gradient_checkpointing: bool = False
-) -> Any:
+def random_causal_lm(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A causal LM ready to train, as `load_causal_lm` returns it.
 
     Args:
         config: a transformers config.
         dtype: of the parameters.
         device: where they are made.
-        gradient_checkpointing: recompute activations in the backward.
     """
     from transformers import AutoModelForCausalLM
 
-    return _built(AutoModelForCausalLM, config, dtype, device, gradient_checkpointing)
+    return _built(AutoModelForCausalLM, config, dtype, device, False)
 
 
 def random_scalar_model(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlhf_app.config.schema import RunConfig
 
 _BATCH_SIZES, _SLOTS, _REQUESTS = "32,128,512", "128,512", 1024
+_ON_GPU, _ON_CPU = "opt-1.3b", "tiny"
 
 
 def generate(
@@ -54,6 +55,7 @@ def generate(
 ) -> None:
     """Tokens/s of rollouts on this machine, beside its own limit and HF generate."""
     from rlhf_app.bench.lengths import parse_lengths
+    from rlhf_app.bench.shapes import check_shape
 
     lengths = parse_lengths(answer_lengths)
     varied = lengths.mean is not None
@@ -69,10 +71,17 @@ def generate(
             "--repeats": repeats,
         }
     )
-    if model is None and shape is None:
-        shape = shared.default_shape()
-    flags = {"--dtype": (dtype, "model.dtype"), "--seed": (seed, "seed")}
-    config = shared.resolve(model, shape, flags, set_values or [])
+    if model is not None and shape is not None:
+        raise ConfigError(f"--model {model} and --shape {shape} are both given: give one of them")
+    if shape is not None:
+        shape = check_shape(shape, "--shape")
+    elif model is None:
+        shape = _ON_GPU if shared.on_gpu() else _ON_CPU
+    config = shared.resolve(
+        model or f"shape:{shape}",
+        [("--dtype", dtype, "model.dtype"), ("--seed", seed, "seed")],
+        set_values or [],
+    )
     # After the checks: this imports torch.
     from rlhf_app.bench.generate import GenerateWork
     from rlhf_app.hybrid_engine import SamplingParams
@@ -121,9 +130,7 @@ def _measure(
     from rlhf_app.report.bench_tables import print_generate
 
     name, model = _model(config, shape, work)
-    report = bench_generate(
-        name, model, work, config.hybrid_engine, lambda line: typer.echo(line, err=True)
-    )
+    report = bench_generate(name, model, work, config.hybrid_engine, shared.say)
     shared.write(report.as_dict(), as_json, lambda console: print_generate(console, report))
     return report.errors
 
@@ -138,9 +145,8 @@ def _model(config: RunConfig, shape: str | None, work: GenerateWork) -> tuple[st
     lengths = work.prompt_tokens, work.answer_tokens
     if shape is not None:
         from rlhf_app.bench.random_models import random_causal_lm
-        from rlhf_app.bench.shapes import check_shape, config_of
+        from rlhf_app.bench.shapes import config_of
 
-        shape = check_shape(shape, "--shape")
         hf_config = config_of(shape)
         shared.check_positions(hf_config, shape, *lengths)
         return f"{shape} with random weights", random_causal_lm(hf_config, dtype, device).eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,29 +80,22 @@ def check_counts(counts: Mapping[str, int]) -> None:
             raise ConfigError(f"{flag} {count}: give at least 1")
 
 
-def resolve(
-    model: str | None, shape: str | None, flags: Mapping[str, tuple[object, str]], sets: list[str]
-) -> RunConfig:
-    """The settings behind the flags, with the model's name as the actor.
+def resolve(model: str, flags: Sequence[tuple[str, object, str]], sets: Sequence[str]) -> RunConfig:
+    """The settings behind the flags.
 
     Args:
-        model: value of `--model`.
-        shape: value of `--shape`.
-        flags: flag -> (value, setting); None values are left out.
+        model: what takes the place of `model.actor`: a path, or the name of a shape.
+        flags: (flag, value, setting); None values are left out.
         sets: values of `--set`.
 
     Raises:
-        ConfigError: both a model and a shape, or a bad setting.
+        ConfigError: a bad setting.
     """
     from rlhf_app.config.load import Override, load_config, parse_set
 
-    if model is not None and shape is not None:
-        raise ConfigError(f"--model {model} and --shape {shape} are both given: give one of them")
     overrides = [parse_set(argument) for argument in sets]
-    overrides += [
-        Override(key, value, flag) for flag, (value, key) in flags.items() if value is not None
-    ]
-    overrides.append(Override("model.actor", model or f"shape/{shape}", "--model"))
+    overrides += [Override(key, value, flag) for flag, value, key in flags if value is not None]
+    overrides.append(Override("model.actor", model, "--model"))
     return load_config(overrides=overrides).config
 
 
@@ -113,9 +106,14 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def default_shape() -> str:
-    """What is measured where nothing was named."""
-    return "opt-1.3b" if device().type == "cuda" else "tiny"
+def on_gpu() -> bool:
+    """Whether there is one."""
+    return device().type == "cuda"
+
+
+def say(line: str) -> None:
+    """Progress, apart from what is measured."""
+    typer.echo(line, err=True)
 
 
 def check_positions(config: Any, name: str, prompt: int, answer: int) -> None:

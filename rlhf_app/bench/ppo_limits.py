@@ -1,0 +1,109 @@
+"""Least times of the phases of one PPO iteration, from stated formulas.
+
+Forwards and backwards are limited by their FLOPs (GEMMs and causal attention) over the measured
+peak, decoding as in `limits`, the optimizer by the bytes it moves. A backward costs twice its
+forward; with LoRA the frozen weights get no gradient, so there it costs as much as the forward
+in GEMMs, and twice in attention (the adapters' own products are left out: below 1 %). What a
+setting computes again (gradient checkpointing) or moves (offloading) is not in the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_app.bench.limits import Machine, ModelCost, decode_limit, ideal_rows
+from rlhf_app.report.bench_ppo import PhaseLimit
+
+#: Bytes that AdamW moves per trained parameter in half precision: the fp32 gradient is read,
+#: fp32 master and both moments are read and written, the half-precision weight is written.
+ADAM_BYTES_HALF = 4 + 3 * 8 + 2
+#: The same where parameters are fp32 themselves.
+ADAM_BYTES_FP32 = 4 + 3 * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOWork:
+    """One iteration.
+
+    Attributes:
+        prompt: tokens of every prompt.
+        answers: tokens of each answer.
+        slots: answers decoded at once.
+        epochs: passes of the update over the answers.
+        optimizer_steps: of the actor, as of the critic.
+        actor_lora, critic_lora: adapters train instead of the model.
+        actor_trained, critic_trained: parameters that the optimizer updates.
+        adam_bytes: moved per trained parameter and optimizer step.
+        reference: the KL term needs the reference's log-probs.
+    """
+
+    prompt: int
+    answers: Sequence[int]
+    slots: int
+    epochs: int
+    optimizer_steps: int
+    actor_lora: bool
+    critic_lora: bool
+    actor_trained: int
+    critic_trained: int
+    adam_bytes: int
+    reference: bool = True
+
+
+def ppo_limits(
+    work: PPOWork, actor: ModelCost, critic: ModelCost, reward: ModelCost, machine: Machine
+) -> dict[str, PhaseLimit]:
+    """Phase -> least work, in the order of an iteration; phases without work are left out.
+
+    Args:
+        work: the iteration.
+        actor: cost of the policy, as of the reference.
+        critic: cost of the critic's trunk.
+        reward: cost of the reward model's trunk.
+        machine: the device's.
+    """
+
+    def over_peak(flops: float) -> PhaseLimit:
+        return PhaseLimit(flops / machine.peak, flops)
+
+    scored = {
+        "old": _forward(actor, work),
+        "reference": _forward(actor, work) if work.reference else 0,
+        "values": _forward(critic, work),
+        "reward": _forward(reward, work),
+        "actor_forward_backward": work.epochs * _training(actor, work, work.actor_lora),
+        "critic_forward_backward": work.epochs * _training(critic, work, work.critic_lora),
+    }
+    trained = work.actor_trained + work.critic_trained
+    step = work.optimizer_steps * trained * work.adam_bytes / machine.bandwidth
+    phases = {
+        "prefill": over_peak(len(work.answers) * actor.forward_flops(work.prompt, 1)),
+        "decode": _decode(actor, work, machine),
+        **{name: over_peak(flops) for name, flops in scored.items()},
+        "step": PhaseLimit(step, 0.0),
+    }
+    return {name: phase for name, phase in phases.items() if phase.seconds > 0}
+
+
+def _forward(cost: ModelCost, work: PPOWork) -> int:
+    """FLOPs of scoring every answer; a trunk has no head, so nothing is picked."""
+    return sum(cost.forward_flops(work.prompt + answer, answer) for answer in work.answers)
+
+
+def _training(cost: ModelCost, work: PPOWork, lora: bool) -> int:
+    forward = _forward(cost, work)
+    attention = sum(cost.attention_flops(work.prompt + answer) for answer in work.answers)
+    gemms = forward - attention
+    return (2 if lora else 3) * gemms + 3 * attention
+
+
+def _decode(cost: ModelCost, work: PPOWork, machine: Machine) -> PhaseLimit:
+    rows = ideal_rows(work.answers, work.slots)
+    kv_bytes = flops = 0
+    for answer in work.answers:
+        first, last = work.prompt + 1, work.prompt + answer - 1
+        kv_bytes += cost.kv_bytes_between(first, last)
+        flops += cost.decode_flops(1) * (answer - 1)
+        flops += sum(4 * layer.width * layer.seen_between(first, last) for layer in cost.layers)
+    return PhaseLimit(decode_limit(cost, machine, rows, kv_bytes).seconds, flops)
