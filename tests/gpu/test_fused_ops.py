@@ -1,0 +1,168 @@
+"""The Triton operations of fused decoders against plain torch in fp64, and whole decoders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+pytest.importorskip("triton", reason="the operations are written in Triton")
+
+from rlhf_app.config.schema import HybridEngineSettings
+from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine.fused.joined import join_storage
+from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
+from rlhf_app.hybrid_engine.fused.ops_triton import TritonOps
+from rlhf_app.hybrid_engine.fused.plan import Norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=draw, device="cuda").to(dtype)
+
+
+def norm_of(kind, size, dtype):
+    module = nn.LayerNorm(size) if kind == "layer" else LlamaRMSNorm(size)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return Norm(kind, module.to("cuda", dtype), 1e-5)
+
+
+def near(got, want, dtype):
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2), error
+
+
+def layer_norm_64(x, norm):
+    module = norm.module
+    if norm.kind == "rms":
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        return x * module.weight.double()
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + norm.eps).sqrt()
+    return x * module.weight.double() + module.bias.double()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("size", [96, 896, 2048, 7168])
+@pytest.mark.parametrize("added", [True, False])
+def test_residual_norm(dtype, kind, size, added):
+    norm = norm_of(kind, size, dtype)
+    x, delta = random(33, size, dtype=dtype), random(33, size, dtype=dtype, seed=1)
+    total = x.double() + delta.double() if added else x.double()
+
+    stream, out = TritonOps().residual_norm(x.clone(), delta if added else None, norm)
+
+    near(stream, total, dtype)
+    near(out, layer_norm_64(stream.double(), norm), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 64), (14, 2, 64), (5, 1, 80)])
+@pytest.mark.parametrize("length", [1, 7])
+def test_rotation(dtype, heads, kv_heads, size, length):
+    both = random(3, length, (heads + kv_heads) * size, dtype=dtype)  # as one product leaves them
+    query, key = (
+        x.view(3, length, -1, size).transpose(1, 2) for x in both.split(
+            [heads * size, kv_heads * size], dim=-1
+        )
+    )  # fmt: skip
+    angle = random(3, length, size // 2, seed=1).double()
+    angle = torch.cat([angle, angle], -1)
+    want = []
+    for x in (query.double(), key.double()):
+        first, second = x.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        want.append(x * angle.cos()[:, None] + turned * angle.sin()[:, None])
+
+    got = TritonOps().rotate(query, key, angle.cos().to(dtype), angle.sin().to(dtype))
+
+    for have, expected in zip(got, want, strict=True):
+        near(have, expected, dtype)
+
+
+@DTYPES
+def test_head_norm(dtype):
+    norm = norm_of("rms", 64, dtype)
+    heads = random(3, 5, 2 * 12 * 64, dtype=dtype).view(3, 5, 24, 64)[:, :, :12].transpose(1, 2)
+
+    near(TritonOps().head_norm(heads, norm), layer_norm_64(heads.double(), norm), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 33, 700])
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gated", "gated-joined"])
+def test_mlp(dtype, tokens, kind):
+    class Layer(nn.Module):
+        activation = "silu" if kind.startswith("gated") else kind
+
+        def __init__(self):
+            super().__init__()
+            bias = not kind.startswith("gated")
+            self.gate_proj = nn.Linear(96, 160, bias=False) if not bias else None
+            self.up_proj = nn.Linear(96, 160, bias=bias)
+            self.down = nn.Linear(160, 96, bias=bias)
+            self.to("cuda", dtype)
+
+        gate = property(lambda self: self.gate_proj)
+        up = property(lambda self: self.up_proj)
+
+    torch.manual_seed(0)
+    layer = Layer()
+    if kind == "gated-joined":
+        assert join_storage(layer) == 1
+    y = random(tokens, 96, dtype=dtype)
+
+    def product(x, linear):
+        out = x @ linear.weight.double().t()
+        return out if linear.bias is None else out + linear.bias.double()
+
+    inner = product(y.double(), layer.up)
+    if layer.gate is not None:
+        inner = nn.functional.silu(product(y.double(), layer.gate)) * inner
+    else:
+        inner = getattr(nn.functional, kind)(inner)
+
+    near(TritonOps().mlp(y, layer), product(inner, layer.down), dtype)
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("join", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral-window"])
+def test_fused_decoders_answer_as_the_module_does(build, prompts, family, join, graphs):
+    model = build(family).cuda()
+    if join:
+        join_storage(model)
+    params = SamplingParams(24, seed=3)
+    fused = Generator(model, HybridEngineSettings(enable_cuda_graph=graphs))
+    got = fused.rollout(prompts, params)
+    assert fused._model.fused.reason == ""
+    plain = Generator(model, HybridEngineSettings(enable_cuda_graph=graphs))
+    plain._model.fused.decoder = lambda _: None
+
+    want = plain.rollout(prompts, params)
+
+    assert got.tokens == want.tokens
+    for have, expected in zip(got.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(have, expected, rtol=0, atol=1e-4)
+
+
+def test_torch_operations_serve_where_triton_is_not(build, prompts, monkeypatch):
+    from rlhf_app.hybrid_engine.fused import ops_triton
+
+    monkeypatch.setattr(ops_triton, "_kernels", lambda: None)
+    model = build("llama").cuda()
+    fused = Generator(model)
+    fused.rollout(prompts, SamplingParams(4))
+
+    decoder = fused._model.fused._decoder
+    assert decoder is not None
+    assert type(decoder.ops) is TorchOps
