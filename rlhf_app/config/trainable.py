@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_app.config.lora import CriticLora, LoraSettings, PolicyLora
 from rlhf_app.config.section import Section
@@ -13,7 +13,14 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 
 class TrainableSettings(Section):
-    """How one model is optimised. DeepSpeed does the work; these become its config."""
+    """How one model is optimised. DeepSpeed does the work; these become its config.
+
+    Memory of a fully trained model in half precision, in bytes a parameter: weights 2, gradients
+    of a micro-batch 2, their fp32 sum over micro-batches 4 (none with `grad_accum_dtype: bf16`,
+    where they add up in place), fp32 masters 4 and Adam's moments 8 (on the host with
+    `offload_optimizer: cpu`). That is 20, down to 4 on the GPU. ZeRO 1 divides the last 12 by
+    the number of ranks, ZeRO 2 the gradients as well, ZeRO 3 all of it.
+    """
 
     learning_rate: float = Field(gt=0, description="Peak learning rate.")
     weight_decay: float = Field(0.0, ge=0, description="Not applied to biases and norms.")
@@ -25,8 +32,32 @@ class TrainableSettings(Section):
     warmup_ratio: float = Field(0.03, ge=0, lt=1, description="Share of steps spent warming up.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradient clipping; 0 turns it off.")
     zero_stage: ZeroStage = Field(0, description="DeepSpeed ZeRO stage.")
+    offload_optimizer: Literal["none", "cpu"] = Field(
+        "none",
+        description="cpu: the fp32 masters and Adam's moments stay in host memory, where the step "
+        "is made. Turns ZeRO 0 into 1.",
+    )
+    grad_accum_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="What micro-batches of a bf16 model add their gradients up in. bf16 saves 4 "
+        "bytes a parameter and loses small contributions.",
+    )
+    adam_kernel: Literal["torch", "deepspeed", "auto"] = Field(
+        "torch",
+        description="Whose fused AdamW steps. deepspeed is compiled at the first start and needs "
+        "CUDA and nvcc; auto: deepspeed where it can be built, else torch.",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory.")
     lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
+
+    @model_validator(mode="after")
+    def _kernel_runs_where_the_optimizer_is(self) -> Self:
+        if self.adam_kernel == "deepspeed" and self.offload_optimizer == "cpu":
+            raise ValueError(
+                "adam_kernel deepspeed runs on the GPU and offload_optimizer cpu steps on the "
+                "host: set adam_kernel to torch, or offload_optimizer to none"
+            )
+        return self
 
     @property
     def peak_learning_rate(self) -> float:

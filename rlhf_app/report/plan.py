@@ -199,6 +199,8 @@ def _line(
 
 def _trained(settings: TrainableSettings) -> str:
     zero = f"ZeRO {settings.zero_stage}"
+    if settings.offload_optimizer == "cpu":
+        zero = f"ZeRO {max(1, settings.zero_stage)}, optimizer on the host"
     return f"{zero}, LoRA rank {settings.lora.rank}" if settings.lora.enabled else zero
 
 

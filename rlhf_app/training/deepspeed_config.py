@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from torch import nn
 
 from rlhf_app.config.schema import HybridEngineSettings, TrainableSettings
+from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.fused.joined import adjoining_order
-from rlhf_app.training.deepspeed_module import load_deepspeed
+from rlhf_app.training.deepspeed_module import compiled_adamw, load_deepspeed
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.schedule import lr_factor
+
+log = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -31,13 +35,23 @@ def build_config(
 
     Returns:
         The dict that `deepspeed.initialize(config=...)` takes.
+
+    Raises:
+        ConfigError: bf16 gradient sums of a model that is not trained in bf16.
     """
     half = dtype in (torch.bfloat16, torch.float16)
+    if settings.grad_accum_dtype == "bf16" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"grad_accum_dtype = bf16: the model is trained in {dtype}; set model.dtype "
+            "to bf16, or grad_accum_dtype to fp32"
+        )
+    offload = settings.offload_optimizer == "cpu"
     # In half precision our stage 0 is DeepSpeed's stage 1: its stage 0 adds the gradients of
     # the micro-batches up in half precision (bf16) or never applies the loss scale (fp16).
     # Both keep whole parameters and gradients on every rank; stage 1 also splits the fp32
     # masters and Adam's moments between ranks, which changes no result.
-    stage = max(settings.zero_stage, 1) if half else settings.zero_stage
+    # It has no offloading either.
+    stage = max(settings.zero_stage, 1) if half or offload else settings.zero_stage
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         # The real number differs between steps; `optimizer_step` sets the boundary itself.
@@ -52,7 +66,14 @@ def build_config(
     }
     if half:
         # Sums over micro-batches in half precision would lose small contributions.
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": settings.grad_accum_dtype}
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": torch.cuda.is_available(),
+        }
+        # torch's AdamW has a fused kernel for the CPU; DeepSpeed's would have to be compiled.
+        config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
@@ -74,16 +95,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def adamw(settings: TrainableSettings) -> OptimizerFactory:
-    """AdamW in one fused kernel; on both CPU and CUDA it ships with torch."""
+    """AdamW in fused kernels: torch's, for CPU and CUDA, or DeepSpeed's, compiled for CUDA.
+
+    Raises:
+        ConfigError: DeepSpeed's is asked for and cannot be had; from the function returned.
+    """
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups,
-            lr=settings.peak_learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+        options: dict[str, Any] = {
+            "lr": settings.peak_learning_rate,
+            "betas": settings.betas,
+            "eps": settings.eps,
+        }
+        if settings.adam_kernel != "torch" and settings.offload_optimizer == "none":
+            compiled = compiled_adamw()
+            if not isinstance(compiled, str):
+                return compiled(groups, adam_w_mode=True, **options)
+            if settings.adam_kernel == "deepspeed":
+                raise ConfigError(f"adam_kernel = deepspeed: {compiled}; set it to torch or auto")
+            log.info("AdamW by torch: %s", compiled)
+        return torch.optim.AdamW(groups, fused=True, **options)
 
     return make
 

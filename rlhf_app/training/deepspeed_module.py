@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -38,6 +39,31 @@ def load_deepspeed() -> ModuleType:
     # ZeRO-3 calls collectives that torch is renaming, once per parameter.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     return deepspeed
+
+
+@cache
+def compiled_adamw() -> Callable[..., torch.optim.Optimizer] | str:
+    """DeepSpeed's AdamW for CUDA, built if it is not yet; or why it cannot be, in short.
+
+    The first call on a machine compiles for about a minute, into torch's cache of extensions.
+    """
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not os.access(os.path.join(CUDA_HOME, "bin", "nvcc"), os.X_OK):
+        return "there is no CUDA compiler (nvcc)"
+    load_deepspeed()
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:  # compilers fail in many ways, and training needs none of them
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"DeepSpeed's AdamW does not build ({reason[0][:200]})"
+    kernel: Callable[..., torch.optim.Optimizer] = FusedAdam
+    return kernel
 
 
 def plain_arch_list(arch_list: str) -> str:
