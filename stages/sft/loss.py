@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlhf_app.training.head_scores import score_tokens
+from rlhf_app.training.host_copy import to_device
 from stages.sft.batches import SFTBatch
 
 
@@ -23,7 +24,7 @@ def response_loss(model: Any, batch: SFTBatch) -> tuple[torch.Tensor, dict[str, 
         no token is 0 and still has a gradient, of zeros.
     """
     # The mask is on the host, so that selecting tokens does not wait for the GPU.
-    index_N = batch.mask_BT.flatten().nonzero().squeeze(1).to(batch.input_ids_BT.device)
+    index_N = to_device(batch.mask_BT.flatten().nonzero().squeeze(1), batch.input_ids_BT.device)
     scores = score_tokens(
         model,
         {"input_ids": batch.input_ids_BT, "logits_to_keep": batch.logits_needed},
