@@ -25,7 +25,7 @@ _CUDA = tuple(
         # Keys and values, written and read.
         (ATTENTION, r"attention|attend|flash|fmha|sdpa|split_?kv|decode_kernel|cache|index_put"),
         # Softmax over logits is here: attention's own is inside its kernels.
-        (SAMPLING, r"sampl|draw|uniform|record|pick|argmax|cumsum|tensor_?scan|searchsorted"),
+        (SAMPLING, r"sampl|draw|uniform|record|pick|argmax|cumsum|kernel_scan|searchsorted"),
         (SAMPLING, r"sort|top_?k|top_?p|softmax|bisect|vocab|multinomial|inverse_cdf|logits"),
         (GEMM, r"gemm|gemv|cublas|cutlass|matmul|nvjet|xmma|splitk|addmm|dot_kernel"),
         (ELEMENTWISE, r"elementwise|norm|rotate|rotary|rope|silu|gelu|relu|activation|residual"),

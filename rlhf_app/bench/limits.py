@@ -13,6 +13,7 @@ A multiplication with an addition counts as two FLOPs. Plain numbers only: no to
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -190,10 +191,10 @@ def ideal_rows(answers: Sequence[int], slots: int) -> list[int]:
     for answer in answers:
         if answer < 2:
             continue  # prefill alone answers it
-        slot = min(range(slots), key=free_at.__getitem__)
-        starts[free_at[slot]] += 1
-        free_at[slot] += answer - 1
-        ends[free_at[slot]] += 1
+        start = free_at[0]
+        starts[start] += 1
+        ends[start + answer - 1] += 1
+        heapq.heapreplace(free_at, start + answer - 1)
     rows, live = [], 0
     for step in range(max(free_at)):
         live += starts[step] - ends[step]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_app.bench.limits import Machine, ModelCost, decode_limit, ideal_rows
+from rlhf_app.bench.limits import Machine, ModelCost, varied_decode_limit
 from rlhf_app.report.bench_ppo import PhaseLimit
 
 #: Bytes that AdamW moves per trained parameter in half precision: the fp32 gradient is read,
@@ -99,11 +99,10 @@ def _training(cost: ModelCost, work: PPOWork, lora: bool) -> int:
 
 
 def _decode(cost: ModelCost, work: PPOWork, machine: Machine) -> PhaseLimit:
-    rows = ideal_rows(work.answers, work.slots)
-    kv_bytes = flops = 0
+    flops = 0
     for answer in work.answers:
         first, last = work.prompt + 1, work.prompt + answer - 1
-        kv_bytes += cost.kv_bytes_between(first, last)
         flops += cost.decode_flops(1) * (answer - 1)
         flops += sum(4 * layer.width * layer.seen_between(first, last) for layer in cost.layers)
-    return PhaseLimit(decode_limit(cost, machine, rows, kv_bytes).seconds, flops)
+    limit = varied_decode_limit(cost, machine, work.prompt, work.answers, work.slots)
+    return PhaseLimit(limit.seconds, flops, limit.reading_seconds)

@@ -21,10 +21,12 @@ class PhaseLimit:
     Attributes:
         seconds: at the measured bandwidth and peak.
         flops: of the model in this phase, for the utilisation.
+        reading_seconds: of decode, with GEMMs bound by reading their weights alone; else 0.
     """
 
     seconds: float
     flops: float
+    reading_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -91,6 +93,12 @@ class PPOReport:
         single = self.work["optimizer_steps"] == 1
         return self.limit_seconds - (old.seconds if old is not None and single else 0.0)
 
+    @property
+    def limit_reading(self) -> float:
+        """The least of them: decode bound by what it reads alone."""
+        decode = self.limits.get("decode")
+        return self.limit_seconds - (decode.seconds - decode.reading_seconds if decode else 0.0)
+
     def rates(self, loop: Loop) -> dict[str, float]:
         """What follows from the raw seconds of a loop."""
         seconds = loop.iteration_seconds
@@ -102,6 +110,7 @@ class PPOReport:
             "tokens_per_second": loop.tokens / seconds,
             "limit_sequences_per_second": self.work["answers"] / self.limit_seconds,
             "fraction": self.limit_seconds / seconds,
+            "fraction_reading": self.limit_reading / seconds,
             "fraction_without_old": self.limit_without_old / seconds,
             "model_flops_utilisation": flops / (seconds * self.device["peak"]),
         }
@@ -142,6 +151,7 @@ class PPOReport:
         """Plain values for JSON: raw seconds, and the rates that follow from them."""
         values = asdict(self)
         values["limit_seconds"] = self.limit_seconds
+        values["limit_seconds_reading"] = self.limit_reading
         values["limit_seconds_without_old"] = self.limit_without_old
         values["speedup_over_native"] = self.speedup
         for plain, loop in zip(values["loops"], self.loops, strict=True):

@@ -89,6 +89,7 @@ def _summary(report: PPOReport, loops: list[Loop]) -> Table:
         ("answers/s", "sequences_per_second", "{:.3g}"),
         ("  limit", "limit_sequences_per_second", "{:.3g}"),
         ("  fraction of the limit", "fraction", "{:.3f}"),
+        ("  the same where decode only reads", "fraction_reading", "{:.3f}"),
         ("  the same without an old log-prob pass", "fraction_without_old", "{:.3f}"),
         ("answer tokens/s", "tokens_per_second", "{:,.0f}"),
     ]

@@ -55,6 +55,9 @@ COMMON = {
         ["--version"],
         ["data", "--help"],
         ["verify", "--help"],
+        ["bench", "--help"],
+        ["bench", "generate", "--help"],
+        ["bench", "ppo", "--help"],
     ],
 )
 def test_help_imports_nothing_heavy(repo_root: Path, arguments: list[str]) -> None:
