@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_app.hybrid_engine import decode_kernel
 from rlhf_app.hybrid_engine.alibi import Alibi
 from rlhf_app.hybrid_engine.attention_math import attend, attend_rounded, banded_causal
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
@@ -177,8 +178,7 @@ class Prefill:
         length = call.key.shape[2]
         last = self.slots.stop if isinstance(self.slots, slice) else self.workspace.slots
         self.workspace.check(last, length)
-        self.workspace.keys[call.layer][self.slots, :, :length] = call.key
-        self.workspace.values[call.layer][self.slots, :, :length] = call.value
+        self._store(call, length)
         groups = call.query.shape[1] // call.key.shape[1]
         window = call.window if call.window is not None and call.window < length else None
         plain = call.softcap is None and window is None and call.alibi is None
@@ -202,6 +202,16 @@ class Prefill:
             return attend_rounded(call.query, key, value, mask, bias, call.scale)
         mask = mask if bias is None else mask + bias
         return attend(call.query, key, value, mask, call.scale, call.softcap)
+
+    def _store(self, call: AttentionCall, length: int) -> None:
+        keys, values = self.workspace.keys[call.layer], self.workspace.values[call.layer]
+        same = call.key.dtype == keys.dtype and call.value.dtype == values.dtype
+        sizes = call.key.shape[-1], call.value.shape[-1]
+        if same and decode_kernel.available(keys.device, *sizes):
+            decode_kernel.store_prompts(call.key, call.value, keys, values, self.slots)
+            return
+        keys[self.slots, :, :length] = call.key
+        values[self.slots, :, :length] = call.value
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ def _kernels() -> Any:
 
 
 def available(device: torch.device, head_dim: int, value_dim: int) -> bool:
-    """Whether the kernel serves heads of this size on this device."""
+    """Whether the kernels serve heads of this size on this device."""
     return (
         device.type == "cuda"
         and head_dim == value_dim
@@ -142,3 +142,36 @@ def decode_attention(
             SPAN=1 << (parts - 1).bit_length(), num_warps=2,
         )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def store_prompts(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: slice | torch.Tensor,
+) -> None:
+    """Copy prompts' keys and values into their slots: one pass over them, whatever their layout.
+
+    Args:
+        key: [B, K, P, D], unit stride along D.
+        value: [B, K, P, D].
+        keys: [S, K, L, D] workspace of this layer.
+        values: [S, K, L, D].
+        slots: of each prompt; consecutive, or [B] int64.
+    """
+    rows, kv_heads, length, size = key.shape
+    block = 64
+    listed, first = (slots, 0) if isinstance(slots, torch.Tensor) else (None, slots.start)
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    _kernels().store_prompt[(rows, kv_heads, -(-length // block))](
+        key, value, keys, values, keys if listed is None else listed, first, length,
+        key.stride(0), key.stride(1), key.stride(2),
+        value.stride(0), value.stride(1), value.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        KEY_SIZE=size, VALUE_SIZE=value.shape[-1],
+        WIDTH=1 << (max(size, value.shape[-1]) - 1).bit_length(), BLOCK=block,
+        LISTED=listed is not None,
+        num_warps=4,
+    )  # fmt: skip

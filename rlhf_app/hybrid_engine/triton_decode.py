@@ -167,3 +167,29 @@ def combine(
     )  # fmt: skip
     answer = tl.sum(mixed * fade[:, None], 0) / tl.sum(total * fade, 0)
     tl.store(out + line * SIZE + dim, answer.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def store_prompt(
+    key, value, keys, values, slots, first_slot, length,
+    key_row, key_head, key_pos, value_row, value_head, value_pos,
+    k_slot, k_head, k_pos, v_slot, v_head, v_pos,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Copies one block of one prompt's keys and values of one head into its slot."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    position = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, WIDTH)
+    slot = row + first_slot
+    if LISTED:
+        slot = tl.load(slots + row)
+    at = row * key_row + head * key_head + position[:, None] * key_pos + dim[None, :]
+    to = slot * k_slot + head * k_head + position[:, None] * k_pos + dim[None, :]
+    real = (position < length)[:, None] & (dim < KEY_SIZE)[None, :]
+    tl.store(keys + to, tl.load(key + at, mask=real, other=0.0), mask=real)
+    at = row * value_row + head * value_head + position[:, None] * value_pos + dim[None, :]
+    to = slot * v_slot + head * v_head + position[:, None] * v_pos + dim[None, :]
+    real = (position < length)[:, None] & (dim < VALUE_SIZE)[None, :]
+    tl.store(values + to, tl.load(value + at, mask=real, other=0.0), mask=real)

@@ -97,3 +97,24 @@ def test_rounded_logits():
         query, new, new, keys, values, *at, scale=1.0, biases_HL=biases, rounded=True
     )
     assert got.abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [24, 64, 128])
+@pytest.mark.parametrize("slots", [slice(2, 5), [6, 0, 3]], ids=["consecutive", "listed"])
+def test_prompts_go_to_their_slots_and_nowhere_else(dtype, size, slots):
+    draw = torch.Generator("cuda").manual_seed(0)
+    # As a product of all projections leaves them: neighbours along the features.
+    both = torch.randn((3, 70, 2, 2 * size), generator=draw, device="cuda").to(dtype)
+    key, value = both[..., :size].transpose(1, 2), both[..., size:].transpose(1, 2)
+    keys = torch.randn((8, 2, 100, size), generator=draw, device="cuda").to(dtype)
+    values = keys.flip(0).contiguous()
+    want = keys.clone(), values.clone()
+    if isinstance(slots, list):
+        slots = torch.tensor(slots, device="cuda")
+    want[0][slots, :, :70], want[1][slots, :, :70] = key, value
+
+    decode_kernel.store_prompts(key, value, keys, values, slots)
+
+    assert torch.equal(keys, want[0])
+    assert torch.equal(values, want[1])
