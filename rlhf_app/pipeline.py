@@ -42,6 +42,7 @@ from rlhf_app.report.final_table import print_final_table
 from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.clock import LAUNCHED
 
 
 def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
@@ -173,7 +174,7 @@ def _run_stage(
     try:
         run_workers(
             worker_argv(topology, run.path, stage),
-            worker_environment(topology, os.environ),
+            worker_environment(topology, os.environ) | {LAUNCHED: str(time.time())},
             run,
             stage,
             count,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -15,6 +15,16 @@ from rlhf_app.deployment.progress import clock
 from rlhf_app.run_directory import RunDirectory
 
 POLICIES = ("base", "sft", "ppo")
+_PARTS = {
+    "launch": "start-up: processes, imports",
+    "data": "start-up: data",
+    "model": "start-up: models",
+    "engine": "start-up: engines",
+    "training": "training",
+    "generation": "generation",
+    "evaluation": "evaluation",
+    "saving": "saving",
+}
 _SAMPLES_SHOWN = 3
 _LONGEST_SAMPLE = 300
 
@@ -29,6 +39,7 @@ def print_final_table(console: Console, run: RunDirectory, summary: Mapping[str,
     """
     console.print()
     console.print(_numbers(summary))
+    console.print(time_table(summary))
     _print_lost_rows(console, summary)
     if "ppo" in summary:
         console.print(_policies(summary["ppo"]["policies"]))
@@ -49,6 +60,33 @@ def _numbers(summary: Mapping[str, Any]) -> Table:
             f"{rows['eval']:,}",
             _result(stage, summary[stage]),
         )
+    return table
+
+
+def time_table(summary: Mapping[str, Any]) -> Table:
+    """Where the time of each stage went, and which share of it was start-up.
+
+    Args:
+        summary: what `write_summary` returned.
+    """
+    stages = summary["stages"]
+    columns = [facts["seconds"] for facts in stages.values()]
+    wall = [facts["wall_seconds"] for facts in stages.values()]
+    startup = [facts["startup_seconds"] for facts in stages.values()]
+    table = Table(box=box.SIMPLE_HEAD, title="Where the time goes (seconds)", title_justify="left")
+    table.add_column("")
+    for name in (*stages, "all"):
+        table.add_column(name, justify="right")
+
+    def add(name: str, seconds: Sequence[float]) -> None:
+        table.add_row(name, *(f"{number:.1f}" for number in (*seconds, sum(seconds))))
+
+    for part, meaning in _PARTS.items():
+        if any(part in column for column in columns):
+            add(meaning, [column.get(part, 0.0) for column in columns])
+    add("total", wall)
+    shares = zip([*startup, sum(startup)], [*wall, sum(wall)], strict=True)
+    table.add_row("start-up", *(f"{part / max(whole, 1e-9):.0%}" for part, whole in shares))
     return table
 
 

@@ -2,8 +2,10 @@
 
 Keys, each present when its stage is finished in the run directory:
 
-    stages.<name>.wall_seconds      seconds in the stage's own process, start-up included
-    stages.<name>.startup_seconds   the part before its first step
+    stages.<name>.wall_seconds      seconds from the start of the stage's command to its result
+    stages.<name>.startup_seconds   launch, data, model and engine of the next
+    stages.<name>.seconds           the same by part: launch (processes and imports), data, model
+                                    (loading), engine, training, generation, evaluation, saving
     stages.<name>.artifact          directory of what it made
     stages.<name>.rows.train        rows (PPO: prompts) trained on; rows.eval: held out
     stages.<name>.rows.dropped      reason -> rows left out or cut
@@ -85,6 +87,8 @@ def _add_stage(summary: dict[str, Any], run: RunDirectory, stage: StageName) -> 
     summary["stages"][stage] = {
         "wall_seconds": result["wall_seconds"],
         "startup_seconds": result["startup_seconds"],
+        # Results of earlier versions have none.
+        "seconds": result.get("seconds", {}),
         "artifact": str(run.artifact(stage)),
         "rows": result["rows"],
     }

@@ -113,7 +113,7 @@ def load_models(
     Raises:
         ConfigError: a path is no usable model, or the lengths exceed the model's positions.
     """
-    return assemble(_load_parts(config, inputs, dist), config, dist, total_optimizer_steps)
+    return assemble(load_parts(config, inputs, dist), config, dist, total_optimizer_steps)
 
 
 def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps: int) -> PPOModels:
@@ -165,7 +165,8 @@ def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps:
     )
 
 
-def _load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
+def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
+    """Load the models of `load_models`; it says what of them is shared, and what raises."""
     ppo = config.ppo
     trust = config.model.trust_remote_code
     loading: dict[str, Any] = {

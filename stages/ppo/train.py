@@ -34,14 +34,14 @@ from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.scorers import load_scorer
 from rlhf_app.stage_inputs import stage_inputs
-from rlhf_app.training.clock import process_start
+from rlhf_app.training.clock import StageClock
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.ppo.evaluate import PolicyReport, evaluate_policy
-from stages.ppo.models import load_models
+from stages.ppo.models import assemble, load_parts
 from stages.ppo.prompts import PromptStream, rank_uids
 from stages.ppo.rollout import collect, sampling_params
 from stages.ppo.update import update_models
@@ -51,21 +51,27 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Run the stage on this rank and leave the actor, the critic and result.json behind."""
-    started = process_start()
+    clock = StageClock()
     dist = setup()
+    clock.lap("launch")
     try:
-        _train(config, run, dist, started)
+        _train(config, run, dist, clock)
     finally:
         close()
 
 
-def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) -> None:
     ppo = config.ppo
     seed_everything(config.seed, dist.rank)
     inputs = stage_inputs(config, run, "ppo")
     data = load_stage_data(config, "ppo")
     updates = ppo.updates or math.ceil(len(data.train) / ppo.rollout_batch_size)
-    models = load_models(config, inputs, dist, updates * ppo.ppo_epochs * ppo.mini_batches)
+    clock.lap("data")
+    parts = load_parts(config, inputs, dist)
+    clock.lap("model")
+    models = assemble(parts, config, dist, updates * ppo.ppo_epochs * ppo.mini_batches)
+    del parts
+    clock.lap("engine")
     prompts, dropped = prompt_examples(
         data.train, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
     )
@@ -82,6 +88,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     check_vocabulary(
         models.actor.module, (p.input_ids for p in [*prompts, *held_out]), inputs["actor"]
     )
+    clock.lap("data")
     stream = PromptStream(prompts, config.seed)
     uids = rank_uids(ppo, dist)
     gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
@@ -102,6 +109,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
     checks = [check()] if config.hybrid_engine.enabled else []
+    clock.lap("engine")
     # The actor has the reference's weights still: one scoring is enough.
     before = evaluate(models.actor, models.reference)
     record("eval", 0, before.numbers())
@@ -110,8 +118,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         if inputs["base"] == inputs["actor"]
         else _evaluate_base(config, inputs["base"], dist, evaluate)
     )
-    startup_seconds = time.time() - started
     report = before
+    clock.lap("evaluation")
 
     for update in range(1, updates + 1):
         began = time.perf_counter()
@@ -148,11 +156,14 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
         if update == 1 and checks and ppo.actor.lora.enabled:
             checks.append(check())  # only now do the adapters change anything
+        clock.lap("training")
+        clock.move(numbers["generate_seconds"], "training", "generation")
 
         # 6. Evaluate on held-out prompts.
         if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
             report = evaluate(models.actor, models.actor)
             record("eval", update, report.numbers())
+            clock.lap("evaluation")
 
     save_causal_lm(
         models.actor,
@@ -164,11 +175,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     if ppo.save_critic:
         # Its outputs are on the normalised scale already: no statistics to apply.
         save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())
+    clock.lap("saving")
     if dist.is_main:
         reports = {"base": base, "sft": before, "ppo": report}
         result = {
-            "wall_seconds": time.time() - started,
-            "startup_seconds": startup_seconds,
+            **clock.result(),
             "updates": updates,
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
             "rollout_checks": checks,

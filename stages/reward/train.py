@@ -41,7 +41,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
-from rlhf_app.training.clock import process_start
+from rlhf_app.training.clock import StageClock
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
@@ -57,15 +57,16 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Runs the stage on this rank and leaves the model and result.json behind."""
-    started = process_start()
+    clock = StageClock()
     dist = setup()
+    clock.lap("launch")
     try:
-        _train(config, run, dist, started)
+        _train(config, run, dist, clock)
     finally:
         close()
 
 
-def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) -> None:
     settings = config.reward
     seed_everything(config.seed, dist.rank)
 
@@ -87,6 +88,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_ids)
     positions = model_max_length(model.config)
 
+    clock.lap("model")
+
     # 2. The data, as pairs of token ids. Every rank reads all and takes its share of each step.
     data = load_stage_data(config, "reward")
     longest = length_limit(config.data.max_length, positions, path)
@@ -101,6 +104,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"data.max_length ({longest})"
         )
     check_vocabulary(model.backbone, token_rows(chain(train, held_out)), path)
+
+    clock.lap("data")
 
     # 3. The adapters, if it is they and the head that train, and the engine.
     if settings.lora.enabled:
@@ -173,8 +178,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         *(len(train), total_steps, settings.batch_size, dist.world_size),
         *(settings.micro_batch_size, len(held_out)),
     )
-    startup_seconds = time.time() - started
+    clock.lap("engine")
     measured = measure(0)
+    clock.lap("evaluation")
 
     # 4. The loop.
     lengths = [pair_length(pair) for pair in train]
@@ -203,7 +209,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             padding_share=1 - tokens / computed,
         )
         if step == total_steps or (settings.eval_every and step % settings.eval_every == 0):
+            clock.lap("training")
             measured = measure(step)
+            clock.lap("evaluation")
 
     # 5. The artifact with its score statistics, and last of all the result.
     facts = RewardFacts(
@@ -214,12 +222,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         tokenizer_hash=tokenizer_hash(tokenizer),
     )
     save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
+    clock.lap("saving")
     if dist.is_main:
         atomic_write_json(
             run.result("reward"),
             {
-                "wall_seconds": time.time() - started,
-                "startup_seconds": startup_seconds,
+                **clock.result(),
                 "steps": total_steps,
                 "eval_accuracy": measured.accuracy,
                 "eval_margin": measured.margin,

@@ -34,7 +34,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
-from rlhf_app.training.clock import process_start
+from rlhf_app.training.clock import StageClock
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
@@ -51,15 +51,16 @@ log = logging.getLogger(__name__)
 
 def main(config: RunConfig, run: RunDirectory) -> None:
     """Runs the stage on this rank and leaves the model and result.json behind."""
-    started = process_start()
+    clock = StageClock()
     dist = setup()
+    clock.lap("launch")
     try:
-        _train(config, run, dist, started)
+        _train(config, run, dist, clock)
     finally:
         close()
 
 
-def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> None:
+def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) -> None:
     sft = config.sft
     seed_everything(config.seed, dist.rank)
 
@@ -78,6 +79,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
     fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(model))
     positions = model_max_length(model.config)
 
+    clock.lap("model")
+
     # 2. The data, as token ids. Every rank reads all of it and takes its share of each step.
     data = load_stage_data(config, "sft")
     longest = length_limit(config.data.max_length, positions, path)
@@ -91,6 +94,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({longest})"
         )
     check_vocabulary(model, (row.input_ids for row in chain(train, held_out)), path)
+
+    clock.lap("data")
 
     # 3. The adapters, if it is they that train, and the engine.
     if sft.lora.enabled:
@@ -143,8 +148,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
         *(len(train), total_steps, sft.batch_size, dist.world_size, sft.micro_batch_size),
         len(held_out),
     )
-    startup_seconds = time.time() - started
+    clock.lap("engine")
     before = after = measure(0)
+    clock.lap("evaluation")
 
     # 4. The loop.
     lengths = [len(row.input_ids) for row in train]
@@ -169,21 +175,24 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, started: float) -> 
             padding_share=1 - row_tokens / computed,
         )
         if step == total_steps or (sft.eval_every and step % sft.eval_every == 0):
+            clock.lap("training")
             after = measure(step)
+            clock.lap("evaluation")
 
     # 5. The artifact, sample answers, and last of all the result.
     save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
+    clock.lap("saving")
     # Whole weights on each rank need only one of them to sample; shards need all.
     samples = []
     if dist.is_main or engine.zero_optimization_stage() == 3:
         samples = _samples(config, engine, held_out, fmt)
     dist.barrier()
+    clock.lap("generation")
     if dist.is_main:
         atomic_write_json(
             run.result("sft"),
             {
-                "wall_seconds": time.time() - started,
-                "startup_seconds": startup_seconds,
+                **clock.result(),
                 "steps": total_steps,
                 "eval_perplexity": {"before": before.perplexity, "after": after.perplexity},
                 "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},

@@ -31,6 +31,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "sft": {
         "wall_seconds": 10.0,
         "startup_seconds": 2.0,
+        "seconds": {"launch": 1.5, "data": 0.5, "training": 7.0, "saving": 1.0},
         "steps": 5,
         "eval_perplexity": {"before": 1234.5, "after": 2.25},
         "rows": ROWS,
@@ -39,6 +40,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "reward": {
         "wall_seconds": 20.0,
         "startup_seconds": 3.0,
+        "seconds": {"launch": 3.0, "training": 16.5, "saving": 0.5},
         "steps": 6,
         "eval_accuracy": 0.875,
         "eval_margin": 0.5,
@@ -75,6 +77,7 @@ def test_summary_has_the_documented_keys(tmp_path: Path) -> None:
     assert summary["stages"]["reward"] == {
         "wall_seconds": 20.0,
         "startup_seconds": 3.0,
+        "seconds": {"launch": 3.0, "training": 16.5, "saving": 0.5},
         "artifact": str(tmp_path / "reward" / "model"),
         "rows": ROWS,
     }
@@ -91,6 +94,19 @@ def test_summary_has_the_documented_keys(tmp_path: Path) -> None:
 def test_summary_of_some_stages(tmp_path: Path) -> None:
     summary = write_summary(finished(tmp_path, "sft"))
     assert set(summary) == {"stages", "sft", "total_wall_seconds"}
+
+
+def test_where_the_time_goes(tmp_path: Path) -> None:
+    """Rows by hand; a result of an earlier version has no parts, but counts in the total."""
+    text = show(finished(tmp_path, "sft", "reward", "ppo"))
+    lines = [line.split() for line in text.partition("Where the time goes")[2].splitlines()[3:]]
+    rows = {" ".join(line[:-4]): line[-4:] for line in lines[:8]}
+    assert rows["start-up: processes, imports"] == ["1.5", "3.0", "0.0", "4.5"]
+    assert rows["start-up: data"] == ["0.5", "0.0", "0.0", "0.5"]
+    assert rows["training"] == ["7.0", "16.5", "0.0", "23.5"]
+    assert rows["total"] == ["10.0", "20.0", "75.0", "105.0"]
+    assert rows["start-up"] == ["20%", "15%", "5%", "9%"]
+    assert "start-up: models" not in rows
 
 
 def test_results_of_another_version(tmp_path: Path) -> None:
