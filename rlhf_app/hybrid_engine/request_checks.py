@@ -77,6 +77,8 @@ def check_limits(limits: Any, prompts: int, new_tokens: int) -> list[int]:
     """
     if limits is None:
         return [new_tokens] * prompts
+    if _is_row(limits):
+        limits = limits.tolist()
     if not _is_sequence(limits):
         raise ConfigError(
             f"limits is a {type(limits).__name__}: give a list with one whole number per prompt"
@@ -125,9 +127,13 @@ def _is_sequence(value: object) -> bool:
     )
 
 
+def _is_row(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 1
+
+
 def _ids(index: int, prompt: Any) -> array[int]:
     """One prompt's ids, int64."""
-    one_row = isinstance(prompt, torch.Tensor | np.ndarray) and prompt.ndim == 1
+    one_row = _is_row(prompt)
     if not one_row and not _is_sequence(prompt):
         raise _no_ids(index, prompt)
     if not len(prompt):
