@@ -16,9 +16,9 @@ from rlhf_app.bench.lengths import AnswerLengths
 from rlhf_app.bench.limits import Machine, ModelCost
 from rlhf_app.bench.machine import device_name, measure_machine, synchronize
 from rlhf_app.bench.model_cost import model_cost
-from rlhf_app.bench.ppo_limits import ADAM_BYTES_FP32, ADAM_BYTES_HALF, PPOWork, ppo_limits
+from rlhf_app.bench.ppo_limits import PPOWork, adam_bytes, ppo_limits
 from rlhf_app.bench.ppo_models import random_examples, random_parts
-from rlhf_app.config.schema import RunConfig
+from rlhf_app.config.schema import RunConfig, TrainableSettings
 from rlhf_app.hybrid_engine import Generator, HybridEngine, Rollout, SamplingParams
 from rlhf_app.hybrid_engine.memory_use import memory_use
 from rlhf_app.hybrid_engine.temporarily import temporarily
@@ -143,6 +143,8 @@ def bench_ppo(
     for generation in bench.generations:
         say(f"{generation} generation: 1 + {bench.iterations} iterations")
         report.loops.append(_loop(generation, bench, models, config, dist, lengths))
+        if report.loops[-1].error:
+            break  # the engines were left in the middle of an iteration
     slots = max((loop.slots for loop in report.loops), default=0) or len(lengths)
     report.limits = _limits(report, config, lengths, slots, costs, machine)
     return report
@@ -177,11 +179,18 @@ def _limits(
         optimizer_steps=report.work["optimizer_steps"],
         actor_lora=ppo.actor.lora.enabled,
         critic_lora=ppo.critic.lora.enabled,
-        actor_trained=report.models["actor"]["trained"],
-        critic_trained=report.models["critic"]["trained"],
-        adam_bytes=ADAM_BYTES_FP32 if report.work["dtype"] == "float32" else ADAM_BYTES_HALF,
+        optimizer_bytes=sum(
+            report.models[role]["trained"] * _adam_bytes(settings, report.work["dtype"])
+            for role, settings in (("actor", ppo.actor), ("critic", ppo.critic))
+        ),
     )
     return ppo_limits(work, costs["actor"], costs["critic"], costs["reward"], machine)
+
+
+def _adam_bytes(settings: TrainableSettings, dtype: str) -> int:
+    if dtype == "float32":
+        return adam_bytes(weight_bytes=4, gradient_bytes=4)
+    return adam_bytes(2, gradient_bytes=2 if settings.grad_accum_dtype == "bf16" else 4)
 
 
 def _loop(

@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from rlhf_app.bench.limits import Machine, ModelCost, varied_decode_limit
 from rlhf_app.report.bench_ppo import PhaseLimit
 
-#: Bytes that AdamW moves per trained parameter in half precision: the fp32 gradient is read,
-#: fp32 master and both moments are read and written, the half-precision weight is written.
-ADAM_BYTES_HALF = 4 + 3 * 8 + 2
-#: The same where parameters are fp32 themselves.
-ADAM_BYTES_FP32 = 4 + 3 * 8
+# AdamW reads and writes the fp32 weight or master and both moments.
+_STATE_BYTES = 3 * 2 * 4
+
+
+def adam_bytes(weight_bytes: int, gradient_bytes: int) -> int:
+    """Bytes that AdamW moves per trained parameter in one step.
+
+    Args:
+        weight_bytes: of a parameter in training. One of half precision is written beside its
+            fp32 master.
+        gradient_bytes: of its gradient, as it was summed up over micro-batches.
+    """
+    return gradient_bytes + _STATE_BYTES + (0 if weight_bytes == 4 else weight_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +41,7 @@ class PPOWork:
         epochs: passes of the update over the answers.
         optimizer_steps: of the actor, as of the critic.
         actor_lora, critic_lora: adapters train instead of the model.
-        actor_trained, critic_trained: parameters that the optimizer updates.
-        adam_bytes: moved per trained parameter and optimizer step.
+        optimizer_bytes: moved by one optimizer step of each of the two.
         reference: the KL term needs the reference's log-probs.
     """
 
@@ -45,9 +52,7 @@ class PPOWork:
     optimizer_steps: int
     actor_lora: bool
     critic_lora: bool
-    actor_trained: int
-    critic_trained: int
-    adam_bytes: int
+    optimizer_bytes: int
     reference: bool = True
 
 
@@ -75,8 +80,7 @@ def ppo_limits(
         "actor_forward_backward": work.epochs * _training(actor, work, work.actor_lora),
         "critic_forward_backward": work.epochs * _training(critic, work, work.critic_lora),
     }
-    trained = work.actor_trained + work.critic_trained
-    step = work.optimizer_steps * trained * work.adam_bytes / machine.bandwidth
+    step = work.optimizer_steps * work.optimizer_bytes / machine.bandwidth
     phases = {
         "prefill": over_peak(len(work.answers) * actor.forward_flops(work.prompt, 1)),
         "decode": _decode(actor, work, machine),

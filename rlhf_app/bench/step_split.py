@@ -78,7 +78,12 @@ def split_decode_step(
     kernels: dict[tuple[str, str], float] = defaultdict(float)
     on_cpu = device.type == "cpu"
     for event in watch.profiler.key_averages(group_by_input_shape=on_cpu):
-        microseconds = event.self_cpu_time_total if on_cpu else event.self_device_time_total
+        if on_cpu:
+            microseconds = event.self_cpu_time_total
+        elif event.device_type.name == "CUDA":
+            microseconds = event.self_device_time_total
+        else:
+            continue  # the call that launched a kernel has the kernel's time once more
         if microseconds <= 0:
             continue
         kind = (

@@ -129,7 +129,8 @@ def _measure(
     from rlhf_app.bench.generate import bench_generate
     from rlhf_app.report.bench_tables import print_generate
 
-    name, model = _model(config, shape, work)
+    with shared.memory_errors(shape or "--model"):
+        name, model = _model(config, shape, work)
     report = bench_generate(name, model, work, config.hybrid_engine, shared.say)
     shared.write(report.as_dict(), as_json, lambda console: print_generate(console, report))
     return report.errors

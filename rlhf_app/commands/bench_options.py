@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_app.errors import ConfigError
+from rlhf_app.errors import ConfigError, StageFailed
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,27 @@ def on_gpu() -> bool:
 def say(line: str) -> None:
     """Progress, apart from what is measured."""
     typer.echo(line, err=True)
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Turns an error of too little memory into one line.
+
+    Args:
+        what: was being done.
+
+    Raises:
+        StageFailed: in place of torch's error.
+    """
+    from rlhf_app.bench.generate import out_of_memory_line
+
+    try:
+        yield
+    except RuntimeError as error:
+        line = out_of_memory_line(error)
+        if line is None:
+            raise
+        raise StageFailed(f"bench: {what}: {line}") from error
 
 
 def check_positions(config: Any, name: str, prompt: int, answer: int) -> None:

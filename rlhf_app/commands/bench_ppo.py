@@ -160,7 +160,8 @@ def _run(bench: PPOBench, config: RunConfig, as_json: str | None) -> None:
         )
     dist = setup()
     try:
-        report = bench_ppo(bench, config, dist, shared.say)
+        with shared.memory_errors(f"{bench.actor} with {bench.critic}"):
+            report = bench_ppo(bench, config, dist, shared.say)
     finally:
         close()
     shared.write(report.as_dict(), as_json, lambda console: print_ppo(console, report))

@@ -291,3 +291,16 @@ def test_other_errors_are_not_taken_for_too_little_memory(monkeypatch):
     monkeypatch.setattr(Generator, "rollout", broken)
     with pytest.raises(RuntimeError, match="device-side assert"):
         run(["bench", "generate", "--shape", "tiny", "--batch-sizes", "2", *SHORT])
+
+
+def test_a_model_that_does_not_fit(capsys, monkeypatch):
+    from rlhf_app.bench import random_models
+
+    def full(*_arguments, **_named):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.71 GiB.")
+
+    monkeypatch.setattr(random_models, "_fill", full)
+    assert run(["bench", "generate", "--shape", "tiny", *SHORT]) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("rlhf: error: bench: tiny: out of memory")
+    assert "6.71 GiB" in line

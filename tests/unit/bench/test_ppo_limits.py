@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_app.bench.limits import LayerCost, Machine, ModelCost
-from rlhf_app.bench.ppo_limits import ADAM_BYTES_HALF, PPOWork, ppo_limits
+from rlhf_app.bench.ppo_limits import PPOWork, adam_bytes, ppo_limits
 from rlhf_app.report.bench_ppo import Loop, PhaseLimit, PPOReport
 
 ACTOR = ModelCost(
@@ -28,9 +28,8 @@ RECIPE = PPOWork(
     optimizer_steps=1,
     actor_lora=False,
     critic_lora=False,
-    actor_trained=1_315_758_080,
-    critic_trained=331_196_929,
-    adam_bytes=ADAM_BYTES_HALF,
+    # Half-precision weights, fp32 gradients: 4 + 6 x 4 + 2 bytes.
+    optimizer_bytes=30 * (1_315_758_080 + 331_196_929),
 )
 H200 = Machine(4.16e12, 790e12)
 
@@ -54,7 +53,7 @@ def small(**changes) -> dict[str, PhaseLimit]:
     )
     work = PPOWork(
         prompt=2, answers=[2], slots=1, epochs=1, optimizer_steps=1, actor_lora=False,
-        critic_lora=False, actor_trained=40, critic_trained=20, adam_bytes=30,
+        critic_lora=False, optimizer_bytes=1800,
     )  # fmt: skip
     trunk = replace(cost, head_weights=0)
     return ppo_limits(replace(work, **changes), cost, trunk, trunk, Machine(10.0, 1000.0))
@@ -75,9 +74,9 @@ def test_every_phase_by_hand():
         "critic_forward_backward": 3 * 320,
         "step": 0,
     }
-    # One step: KV of 3 tokens, and the weights; then 60 parameters x 30 bytes.
+    # One step: KV of 3 tokens, and the weights; then 60 parameters of 30 bytes.
     assert small()["decode"].seconds == pytest.approx((3 * 4 + 100) / 10)
-    assert small()["step"].seconds == pytest.approx(60 * 30 / 10)
+    assert small()["step"].seconds == pytest.approx(1800 / 10)
 
 
 def test_frozen_weights_get_no_gradient():
@@ -86,10 +85,17 @@ def test_frozen_weights_get_no_gradient():
     assert phases["critic_forward_backward"].flops == 2 * 240 + 3 * 80
 
 
+def test_bytes_of_an_adam_step():
+    """fp32: gradient read, weight and two moments read and written. Half: the weight as well."""
+    assert adam_bytes(weight_bytes=4, gradient_bytes=4) == 4 + 8 + 8 + 8
+    assert adam_bytes(weight_bytes=2, gradient_bytes=4) == 4 + 8 + 8 + 8 + 2
+    assert adam_bytes(weight_bytes=2, gradient_bytes=2) == 2 + 8 + 8 + 8 + 2
+
+
 def test_epochs_and_steps_multiply():
     phases = small(epochs=3, optimizer_steps=6)
     assert phases["actor_forward_backward"].flops == 3 * 3 * 360
-    assert phases["step"].seconds == pytest.approx(6 * 60 * 30 / 10)
+    assert phases["step"].seconds == pytest.approx(6 * 1800 / 10)
 
 
 def test_phases_without_work_are_left_out():
