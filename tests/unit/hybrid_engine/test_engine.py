@@ -86,6 +86,13 @@ def test_rollout_keeps_the_mode(mode, build, prompts):
     assert model.training is mode
 
 
+def test_rollout_takes_a_limit_per_answer(build, prompts):
+    engine = HybridEngine(_Inner(build("llama")), HybridEngineSettings())
+    limits = [1 + i % 3 for i in range(len(prompts))]
+    rollout = engine.rollout(prompts, SamplingParams(3), limits=limits)
+    assert list(map(len, rollout.tokens)) == limits
+
+
 def test_breakdown_books_each_second_once(build, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock.now)

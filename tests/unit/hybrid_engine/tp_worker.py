@@ -249,6 +249,12 @@ def check_dsc22_ranks_that_stop_apart() -> None:
         assert got.tokens == free.rollout(prompts, params).tokens
         assert got.timings.generated_tokens == sum(map(len, got.tokens))
         assert got.timings.prompt_tokens == sum(map(len, prompts))
+        # Limits are those of each rank's own prompts; slots are counted for both.
+        limits = [4, 1, 9][: len(prompts)] if rank == 0 else [7]
+        cut = engine.rollout(prompts, SAMPLED, max_slots=slots, limits=limits)
+        assert cut.tokens == free.rollout(prompts, SAMPLED, limits=limits).tokens
+        of_both = cut.timings.slot_steps // cut.timings.decode_steps
+        assert of_both == (4 if slots is None else min(slots, 3) + 1)
     assert dist.get_world_size() == 2
     lengths: list[Any] = [None, None]
     dist.all_gather_object(lengths, list(map(len, got.tokens)))
