@@ -1,6 +1,7 @@
 """Answers scored by the forward that the loss differentiates.
 
-Shapes: R rows, L tokens of prompt and answer, T answer tokens, V vocabulary.
+Shapes: R rows, L tokens of prompt and answer, T answer tokens, N those of all rows, E hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -61,14 +62,53 @@ def training_scores(engine: Any, answered: Answered) -> list[tuple[RowScores, fl
     assert params.top_k == 0, "the training forward knows no top-k"
     assert params.top_p == 1.0, "the training forward knows no top-p"
     rows = [[*p, *a] for p, a in zip(answered.prompts, answered.answers, strict=True)]
-    logits_RLV = training_logits(engine, rows)
+    spans = [
+        range(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+        for prompt, tokens in zip(answered.prompts, answered.answers, strict=True)
+    ]
     found = []
-    for row, (prompt, tokens) in enumerate(zip(answered.prompts, answered.answers, strict=True)):
-        first = len(prompt) - 1
-        logits_TV = logits_RLV[row, first : first + len(tokens)]
+    for logits_TV, tokens in zip(_logits_at(engine, rows, spans), answered.answers, strict=True):
         spread = _spread(logits_TV.float() / params.temperature)
         found.append((score_row(logits_TV, tokens, params), spread))
     return found
+
+
+def _logits_at(
+    engine: Any, rows: Sequence[Sequence[int]], spans: Sequence[range]
+) -> Sequence[torch.Tensor]:
+    """`training_logits` at some positions of each row, [T, V] a row.
+
+    The head is given the hidden states of these positions only: over a large vocabulary the
+    logits of long prompts would take gigabytes.
+
+    Args:
+        engine: a DeepSpeed engine around a causal LM, or the model itself.
+        rows: token ids, none empty.
+        spans: positions of each row.
+    """
+    model = lora.without_wrapper(getattr(engine, "module", engine))
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    counts = [len(span) for span in spans]
+    shape = len(rows), max(map(len, rows))
+    places = [row * shape[1] + at for row, span in enumerate(spans) for at in span]
+
+    def pick(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not inputs or inputs[0].shape[:2] != shape:
+            return None
+        hidden_RLE = inputs[0]
+        index_N = torch.tensor(places, device=hidden_RLE.device, dtype=torch.int64)
+        return (hidden_RLE.flatten(0, 1)[index_N].unsqueeze(0), *inputs[1:])
+
+    hook = None if head is None else head.register_forward_pre_hook(pick)
+    try:
+        logits = training_logits(engine, rows)
+    finally:
+        if hook is not None:
+            hook.remove()
+    if logits.shape[:2] == shape:  # no head by that name, or a compiled one without hooks
+        return [logits[row, list(span)] for row, span in enumerate(spans)]
+    return logits[0].split(counts)
 
 
 def _spread(logits_TV: torch.Tensor) -> float:
