@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_config
@@ -48,9 +48,32 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
             config.ppo.rollout_batch_size,
             {**factors, "processes": num_processes},
         )
+    _check_optimizers(config)
     _check_engine(config, num_processes)
     if config.gold.scorer is not None:
         _check_scorer(config.gold.scorer)
+
+
+def _check_optimizers(config: RunConfig) -> None:
+    """What would fail when a model's engine is made, the critic's only in the last stage."""
+    trained: dict[StageName, dict[str, TrainableSettings]] = {
+        "sft": {"sft": config.sft},
+        "reward": {"reward": config.reward},
+        "ppo": {"ppo.actor": config.ppo.actor, "ppo.critic": config.ppo.critic},
+    }
+    on_cpu = config.deployment.type == "cpu"
+    not_bf16 = config.model.dtype in ("fp32", "fp16") or (config.model.dtype == "auto" and on_cpu)
+    for key, settings in (item for stage in config.stages for item in trained[stage].items()):
+        if settings.grad_accum_dtype == "bf16" and not_bf16:
+            raise ConfigError(
+                f"{key}.grad_accum_dtype = bf16: the model is not trained in bf16 (model.dtype is "
+                f"{config.model.dtype}); set model.dtype to bf16, or {key}.grad_accum_dtype to fp32"
+            )
+        if settings.adam_kernel == "deepspeed" and on_cpu:
+            raise ConfigError(
+                f"{key}.adam_kernel = deepspeed: needs CUDA and deployment.type is cpu; set it to "
+                "torch or auto"
+            )
 
 
 def _check_engine(config: RunConfig, num_processes: int) -> None:

@@ -16,6 +16,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat, UnsupportedTurns
 from rlhf_app.models.load import model_max_length
 from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
+from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.host_copy import to_device
 from stages.ppo.experience import Answers, lay_out
 from stages.ppo.rewards import penalise_missing_eos
@@ -44,6 +45,7 @@ class RewardScorer:
     own_format: ChatFormat | None = None
 
     @torch.no_grad()
+    @whole_rows()
     def __call__(
         self,
         answers: Answers,

@@ -70,16 +70,17 @@ def evaluate(
     """
     lengths = [len(example.input_ids) for example in examples]
     slices = rank_slices(range(len(examples)), lengths, limit, dist.rank, dist.world_size)
-    totals = torch.zeros(3, dtype=torch.float64, device=dist.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=dist.device)
+    tokens = 0
     engine.eval()
     with torch.no_grad():
         for rows in slices:
             batch = batch_of(rows)
             loss, metrics = loss_of(batch)
-            tokens = batch.mask_BT.sum().to(dist.device)
-            totals += torch.stack([loss.double(), metrics["correct"].double(), tokens.double()])
+            tokens += int(batch.mask_BT.sum())  # on the host
+            totals += torch.stack([loss.double(), metrics["correct"].double()])
     engine.train()
-    result = Evaluation(*dist.sum(totals.tolist()))
+    result = Evaluation(*dist.sum([*totals.tolist(), tokens]))
     check_evaluation({"loss": result.nll})
     return result
 

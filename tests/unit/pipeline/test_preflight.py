@@ -61,6 +61,23 @@ SIZES = [
         "ppo.micro_batch_size 8 x processes 2); set ppo.rollout_batch_size to 48",
     ),
     (["ppo.rollout_batch_size=63", "stages=[sft]"], 1, None),  # not a chosen stage
+    # Under a token budget only mini-batches and ranks must divide.
+    (["sft.batch_size=63", "sft.micro_batch_tokens=512", "stages=[sft]"], 2, None),
+    (["ppo.rollout_batch_size=62", "ppo.micro_batch_tokens=512", "stages=[ppo]"], 2, None),
+    (
+        ["ppo.rollout_batch_size=63", "ppo.micro_batch_tokens=512", "stages=[ppo]"],
+        2,
+        "is not divisible by 2 (ppo.mini_batches 1 x processes 2); set ppo.rollout_batch_size",
+    ),
+    (
+        ["ppo.critic.grad_accum_dtype=bf16", "model.dtype=fp32"],
+        1,
+        "ppo.critic.grad_accum_dtype = bf16: the model is not trained in bf16 (model.dtype is",
+    ),
+    (["sft.grad_accum_dtype=bf16", "deployment.type=cpu"], 1, "set model.dtype to bf16, or sft."),
+    (["sft.grad_accum_dtype=bf16", "deployment.type=single_gpu"], 1, None),
+    (["sft.grad_accum_dtype=bf16", "model.dtype=fp32", "stages=[ppo]"], 1, None),
+    (["reward.adam_kernel=deepspeed", "deployment.type=cpu"], 1, "reward.adam_kernel = deepspeed"),
     (["gold.scorer=math:fsum"], 1, None),
     (["gold.scorer=no_such_package:f"], 1, "--gold no_such_package:f: no module no_such_package"),
     (["gold.scorer=score.py:bad"], 1, "--gold score.py:bad: score.py has no bad"),

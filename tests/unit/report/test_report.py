@@ -194,3 +194,10 @@ def test_batches_of_a_plan() -> None:
         "ppo: 64 answers an update = mini-batches 2 x micro-batch 8 x accumulation 2 x "
         "processes 2; 6 optimizer step(s) an update",
     ]
+    sets += ["sft.micro_batch_tokens=900", "ppo.micro_batch_tokens=4096", "stages=[sft,ppo]"]
+    config = load_config(overrides=[parse_set(s) for s in sets]).config
+    assert batch_lines(config, Topology("cpu", "cpu", 2)) == [
+        "sft: 32 sequences a step, in micro-batches of at most 900 tokens on each of 2 process(es)",
+        "ppo: 64 answers an update = mini-batches 2 x micro-batches of at most 4096 tokens x "
+        "processes 2; 6 optimizer step(s) an update",
+    ]

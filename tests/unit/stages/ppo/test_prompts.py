@@ -36,6 +36,13 @@ def test_mini_batches_hold_the_same_rows_for_any_number_of_ranks(world_size):
         assert sorted(rows) == list(range(mini_batch * 8, mini_batch * 8 + 8))
 
 
+def test_under_a_token_budget_the_micro_batch_size_need_not_divide():
+    ppo = PPOConfig(rollout_batch_size=12, micro_batch_size=8, micro_batch_tokens=100)
+    assert rank_uids(ppo, Dist(1, 1, 2, torch.device("cpu"))) == [6, 7, 8, 9, 10, 11]
+    with pytest.raises(ConfigError, match=r"divisible by 5 \(ppo.mini_batches x 5 processes\)"):
+        rank_uids(ppo, Dist(0, 0, 5, torch.device("cpu")))
+
+
 @pytest.mark.parametrize(("batch", "micro", "ranks"), [(8, 1, 3), (9, 1, 2), (8, 3, 1), (4, 2, 4)])
 def test_rows_that_no_rank_would_answer_are_refused_on_every_rank(batch, micro, ranks):
     ppo = PPOConfig(rollout_batch_size=batch, mini_batches=1, micro_batch_size=micro)
