@@ -24,6 +24,8 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 # Odd multiples of 2**-41: exact in fp64, never 0, and u * total stays strictly below total.
 _UNIFORM_BITS = 40
+# Up to this size one cumulative sum is quicker than sums of blocks.
+_SMALL_VOCABULARY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +189,40 @@ class Sampler:
         if self._params.greedy:
             tokens_B1 = z.argmax(dim=1, keepdim=True)
         else:
-            # fp64: in fp32 the tail of a large vocabulary is below the spacing of the CDF.
-            cdf = torch.cumsum(probs_BV, dim=1, dtype=torch.float64)
-            tokens_B1 = torch.searchsorted(cdf, uniforms_B[:, None] * cdf[:, -1:], right=True)
-            # Only NaN logits get here: keep the index legal, the NaN log-prob tells the rest.
-            tokens_B1 = tokens_B1.clamp_(max=z.shape[1] - 1)
+            tokens_B1 = _inverse_cdf(probs_BV, uniforms_B[:, None])
         return tokens_B1[:, 0], probs_BV.gather(1, tokens_B1)[:, 0].log()
+
+
+def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B1: torch.Tensor) -> torch.Tensor:
+    """[B, 1] int64: the first token whose cumulative probability exceeds uniform x total.
+
+    In fp64, as in fp32 the tail of a large vocabulary is below the spacing of the CDF. Of a
+    large vocabulary blocks are summed first, and only the one that holds the token is looked
+    into: a cumulative sum over all of it takes several times as long.
+    """
+    vocabulary = probs_BV.shape[1]
+    if vocabulary <= _SMALL_VOCABULARY:
+        cdf = probs_BV.double().cumsum(1)
+        token = torch.searchsorted(cdf, uniforms_B1 * cdf[:, -1:], right=True)
+        # Only NaN logits get to the end: keep the index legal, the NaN log-prob tells the rest.
+        return token.clamp_(max=vocabulary - 1)
+    width = 1 << ((vocabulary - 1).bit_length() + 1) // 2  # about its square root
+    whole = vocabulary // width * width
+    sums = probs_BV[:, :whole].unflatten(1, (-1, width)).sum(2, dtype=torch.float64)
+    if whole < vocabulary:
+        rest = probs_BV[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], 1)
+    upto = sums.cumsum(1)
+    target = uniforms_B1 * upto[:, -1:]
+    block = torch.searchsorted(upto, target, right=True).clamp_(max=sums.shape[1] - 1)
+    ids = block * width + torch.arange(width, device=probs_BV.device)
+    inside = probs_BV.gather(1, ids.clamp(max=vocabulary - 1)) * (ids < vocabulary)
+    cdf = inside.double().cumsum(1)
+    # Rounding may put the target just outside of its block.
+    target = (target - (upto - sums).gather(1, block)).clamp_(min=0.0)
+    target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(target)))
+    token = block * width + torch.searchsorted(cdf, target, right=True)
+    return token.clamp_(max=vocabulary - 1)
 
 
 def _keep_top_p(z_BV: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,22 @@ def test_the_largest_uniform_never_leaves_the_support(last):
     assert tokens.item() == (2 if last else 1)
 
 
+@pytest.mark.parametrize("vocabulary", [97, 1024, 1025, 4096, 5003, 50_257])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 12.0])
+def test_tokens_are_those_of_one_cumulative_sum(vocabulary, spread):
+    """Of large vocabularies only blocks are summed: numpy's plain sum picks the same tokens."""
+    rows = 60
+    logits = _logits(rows, vocabulary, seed=vocabulary) * spread
+    logits[:, ::3] = -math.inf
+    u = uniforms(request_keys(3, 1, range(rows)), 1)[:, 0]
+    u[:8], u[8:16] = 2.0**-41, 1 - 2.0**-41
+    got, _ = Sampler(SamplingParams(1), CPU)(logits, u)
+    cdf = torch.softmax(logits, 1).numpy().cumsum(1, dtype="float64")
+    for row in range(rows):
+        assert got[row] == np.searchsorted(cdf[row], u[row].item() * cdf[row, -1], side="right")
+        assert logits[row, got[row]] > -math.inf
+
+
 def _support(row: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
     """Second implementation in plain Python: sort, cut at k, then at mass p."""
     scaled = [x / temperature for x in row]
@@ -137,10 +154,11 @@ def test_greedy_takes_the_largest_logit_and_reports_its_logprob():
     torch.testing.assert_close(logprobs, want, atol=1e-5, rtol=0)
 
 
-def test_nan_logits_give_a_legal_token_and_a_nan_logprob():
-    logits = torch.full((1, 5), math.nan)
+@pytest.mark.parametrize("vocabulary", [5, 5000])
+def test_nan_logits_give_a_legal_token_and_a_nan_logprob(vocabulary):
+    logits = torch.full((1, vocabulary), math.nan)
     tokens, logprobs = Sampler(SamplingParams(1), CPU)(logits, torch.tensor([0.5]).double())
-    assert 0 <= tokens.item() < 5
+    assert 0 <= tokens.item() < vocabulary
     assert math.isnan(logprobs.item())
 
 
