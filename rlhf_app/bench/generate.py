@@ -25,9 +25,9 @@ from rlhf_app.bench.limits import (
 )
 from rlhf_app.bench.machine import device_name, measure_machine
 from rlhf_app.bench.model_cost import model_cost
-from rlhf_app.bench.step_split import seconds_of, split_decode_step, steps_needed
+from rlhf_app.bench.step_split import seconds_of, split_decode_step
 from rlhf_app.config.schema import HybridEngineSettings
-from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine import Generator, Rollout, SamplingParams
 from rlhf_app.hybrid_engine.memory_use import memory_use, reset_peak
 from rlhf_app.report.bench_generate import EngineRun, GenerateReport, Limit, Row, StepSplit
 
@@ -118,13 +118,18 @@ def _measured(
     prompts = random_prompts(model, row.requests, work.prompt_tokens, work.seed)
     with _freed(model.device), out_of_memory(row, "engine"):
         generator = Generator(model, settings)
+        limits = {"limits": answers} if varied else {}
+
+        def run() -> Rollout:
+            return generator.rollout(prompts, work.params, max_slots=size, **limits)
+
         try:
-            row.engine = _run_engine(generator, prompts, answers, size, work)
+            row.engine = _run_engine(run, generator, row, work.repeats)
             row.limit = _limit(cost, machine, work, answers, size)
             if varied:
                 row.ideal_steps = row.limit.steps
             if work.profile:
-                row.split, row.split_missing = _split(generator, row, work)
+                row.split, row.split_missing = _split(run, row.engine, model.device)
         finally:
             generator.release()
     if work.hf and not varied and not row.error:
@@ -141,23 +146,12 @@ def random_prompts(model: Any, count: int, tokens: int, seed: int) -> list[list[
 
 
 def _run_engine(
-    generator: Generator,
-    prompts: list[list[int]],
-    answers: list[int],
-    slots: int,
-    work: GenerateWork,
+    run: Callable[[], Rollout], generator: Generator, row: Row, repeats: int
 ) -> EngineRun:
     device = generator.model.device
-    extras: dict[str, Any] = {}
-    if work.lengths.mean is not None:
-        extras["limits"] = answers
-
-    def run() -> Any:
-        return generator.rollout(prompts, work.params, max_slots=slots, **extras)
-
     first, _ = seconds_of(run, device)
     reset_peak(device)
-    runs = [seconds_of(run, device) for _ in range(work.repeats)]
+    runs = [seconds_of(run, device) for _ in range(repeats)]
     total = median_low(seconds for seconds, _ in runs)
     timings = next(rollout.timings for seconds, rollout in runs if seconds == total)
     return EngineRun(
@@ -167,9 +161,9 @@ def _run_engine(
         all_seconds=[seconds for seconds, _ in runs],
         first_seconds=first,
         generated_tokens=timings.generated_tokens,
-        decode_tokens=timings.generated_tokens - len(prompts),
+        decode_tokens=timings.generated_tokens - row.requests,
         decode_steps=timings.decode_steps,
-        slots=slots,
+        slots=row.slots,
         form=timings.form,
         peak_bytes=memory_use(device)[1],
         workspace_bytes=generator.workspace_bytes,
@@ -190,26 +184,16 @@ def _limit(
     return Limit(decode.kv_seconds, decode.gemm_seconds, decode.weight_seconds, prefill, steps)
 
 
-def _split(generator: Generator, row: Row, work: GenerateWork) -> tuple[StepSplit | None, str]:
-    """The split at the mean live length of the row, or why there is none."""
-    engine = row.engine
-    assert engine is not None
+def _split(
+    run: Callable[[], Rollout], engine: EngineRun, device: torch.device
+) -> tuple[StepSplit | None, str]:
+    """The split of a step, or why there is none."""
     if engine.form.startswith("native"):
         return None, "transformers' generate ran"
-    needed = steps_needed(generator.model.device)
-    if work.lengths.mean is not None or work.answer_tokens < needed:
-        return None, "lengths vary" if work.lengths.mean is not None else "answers are short"
-    length = work.prompt_tokens + max(0, work.answer_tokens - needed) // 2
-    prompts = random_prompts(generator.model, row.slots, length, work.seed)
-    params = _with_length(work.params, needed)
+    if not engine.decode_steps:
+        return None, "prefill alone made the answers"
     step_seconds = engine.decode_seconds / engine.decode_steps
-    return split_decode_step(generator, prompts, params, step_seconds), ""
-
-
-def _with_length(params: SamplingParams, tokens: int) -> SamplingParams:
-    from dataclasses import replace
-
-    return replace(params, max_new_tokens=tokens)
+    return split_decode_step(run, device, engine.decode_steps, step_seconds), ""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ KINDS = (ATTENTION, GEMM, ELEMENTWISE, SAMPLING, OTHER)
 
 # The engine's own Triton kernels, named as their functions.
 _OWN = {
-    **dict.fromkeys(("attend", "combine"), ATTENTION),
+    **dict.fromkeys(("attend", "combine", "store_prompt"), ATTENTION),
     **dict.fromkeys(("block_sums", "bounds", "draw"), SAMPLING),
     **dict.fromkeys(("residual_norm", "head_norm", "rotate", "gated_silu"), ELEMENTWISE),
 }

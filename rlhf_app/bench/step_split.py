@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlhf_app.bench.kernel_kinds import KINDS, cpu_operation_kind, cuda_kernel_kind
 from rlhf_app.bench.machine import synchronize
-from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
 from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.report.bench_generate import StepSplit
 
-# Steps that run before: kernels compile and graphs are captured in the first ones.
-_SKIPPED = 4
+# Steps looked at, in the middle of a rollout: there rows have their mean length.
 _STEPS = {"cuda": 8, "cpu": 4}
 _KERNELS_SHOWN = 20
 
 
 class _StepProfiler:
-    """Runs as `DecodeStep.__call__`: profiles steps `_SKIPPED` and later, up to `steps`."""
+    """Runs as `DecodeStep.__call__`: profiles `steps` of them after the first `skipped`."""
 
-    def __init__(self, device: torch.device, steps: int) -> None:
+    def __init__(self, device: torch.device, skipped: int, steps: int) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -34,14 +32,14 @@ class _StepProfiler:
             activities=activities, record_shapes=device.type == "cpu"
         )
         self._device = device
+        self._skipped = skipped
         self._left = steps
-        self._seen = 0
         self.profiled = 0
 
     def around(self, run: Any) -> Any:
         def step(decode_step: DecodeStep, *arguments: Any, **named: Any) -> None:
-            self._seen += 1
-            wanted = self._seen > _SKIPPED and self._left > 0
+            wanted = self._skipped <= 0 and self._left > 0
+            self._skipped -= 1
             if wanted and not self.profiled:
                 synchronize(self._device)
                 self.profiler.start()
@@ -57,23 +55,20 @@ class _StepProfiler:
 
 
 def split_decode_step(
-    generator: Generator,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    step_seconds: float,
+    rollout: Callable[[], object], device: torch.device, total_steps: int, step_seconds: float
 ) -> StepSplit:
     """Seconds of one decode step by kind of kernel.
 
     Args:
-        generator: warm: it has decoded this batch before.
-        prompts: of the length at which the step is looked at.
-        params: of the rollout, long enough for the steps.
+        rollout: makes one, warm: as it did before.
+        device: that it runs on.
+        total_steps: decode steps that it takes.
         step_seconds: of an unprofiled step.
     """
-    device = generator.model.device
-    watch = _StepProfiler(device, _STEPS[device.type])
+    steps = min(_STEPS[device.type], total_steps)
+    watch = _StepProfiler(device, (total_steps - steps) // 2, steps)
     with temporarily([DecodeStep], "__call__", watch.around(DecodeStep.__call__)):
-        generator.rollout(prompts, params, max_slots=len(prompts))
+        rollout()
     seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     kernels: dict[tuple[str, str], float] = defaultdict(float)
     on_cpu = device.type == "cpu"
@@ -101,11 +96,6 @@ def split_decode_step(
         steps=watch.profiled,
         kernels=[(name, kind, own) for (name, kind), own in longest],
     )
-
-
-def steps_needed(device: torch.device) -> int:
-    """Answer tokens that a rollout must have to be profiled."""
-    return _SKIPPED + _STEPS[device.type] + 1
 
 
 def _dimensions(event: Any) -> int | None:

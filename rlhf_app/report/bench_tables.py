@@ -143,7 +143,10 @@ def _split_figures(example: Row) -> list[Figure]:
         if kind == "GEMM":
             figures.append(("  limit: weights read or multiplied", per_step("gemm_seconds")))
     figures.append(
-        ("no kernel", lambda row: "" if row.split is None else f"{1e3 * row.split.between:.3g}")
+        (
+            "no kernel seen",
+            lambda row: "" if row.split is None else f"{1e3 * row.split.between:.3g}",
+        )
     )
     figures.append(
         ("step", lambda row: "" if row.split is None else f"{1e3 * row.split.step_seconds:.3g}")

@@ -99,7 +99,8 @@ def test_generate_with_varied_lengths(run_cli):
         ideal = (tokens - 40) / (row["ideal_steps"] * row["slots"])
         assert row["rates"]["slot_utilisation"] == pytest.approx(used)
         assert row["rates"]["ideal_slot_utilisation"] == pytest.approx(ideal)
-        assert row["hf"] is row["split"] is None
+        assert row["hf"] is None
+        assert row["split"]["steps"] == 4
         floor = row["limit"]["kv_seconds"] + row["ideal_steps"] * (
             WEIGHT_BYTES / report["device"]["bandwidth"]
         )
