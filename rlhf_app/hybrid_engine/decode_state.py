@@ -155,21 +155,22 @@ class DecodeState:
         if self.agree is None and isinstance(self._sampler, KernelSampler):
             self._sampler.record(state, logits_BV, self._records)
             return
-        place_B = state[REQUEST] * self._size[1] + state[COUNT]
+        # Few operations, and in place: on the CPU a small model's step is hardly more than these.
+        token, _, count, alive, stopped, request, _, limit = state.unbind()
+        place_B = torch.add(count, request, alpha=self._size[1])
         tokens_B, logprobs_B = self._sampler(logits_BV, self._uniforms_NT.take(place_B))
         if self.agree is not None:
             tokens_B, logprobs_B = self.agree(tokens_B, logprobs_B)
         self._tokens_NT.put_(place_B, tokens_B)
         self._logprobs_NT.put_(place_B, logprobs_B)
-        alive = state[ALIVE]
-        state[TOKEN] = tokens_B
-        state[POSITION : COUNT + 1] += alive
-        goes_on = state[COUNT] < state[LIMIT]
+        token.copy_(tokens_B)
+        state[POSITION : COUNT + 1].add_(alive)
+        goes_on = count < limit
         if len(self._stop_ids):
             stop = (tokens_B[:, None] == self._stop_ids).any(dim=1)
-            state[STOPPED] |= alive * stop
-            goes_on &= ~stop
-        alive *= goes_on
+            stopped.add_(alive * stop)
+            goes_on.logical_and_(stop.logical_not_())
+        alive.mul_(goes_on)
 
     def answers(self, requests: int) -> Answers:
         """What was drawn for the first `requests` requests, copied to the host."""
