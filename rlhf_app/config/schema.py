@@ -160,7 +160,7 @@ class PPOConfig(Section):
 
 
 class HybridEngineSettings(Section):
-    """DeepSpeed's `hybrid_engine` keys, read by our engine and never passed on."""
+    """DeepSpeed's `hybrid_engine` keys and one more, read by our engine and never passed on."""
 
     enabled: bool = Field(True, description="False: native Hugging Face generate in rollouts.")
     max_out_tokens: int | None = Field(
@@ -173,6 +173,11 @@ class HybridEngineSettings(Section):
     pin_parameters: bool = Field(True, description="ZeRO-3: gather once per rollout.")
     tp_gather_partition_size: int = Field(8, ge=1, description="Layers gathered at a time.")
     enable_cuda_graph: bool = Field(True, description="Capture the decode step where possible.")
+    compile_decode: Literal["auto"] | bool = Field(
+        "auto",
+        description="CPU, fp32: decode with kernels built by the machine's C++ compiler, once. "
+        "auto: where there is one, for rollouts of 2048 answer tokens or more.",
+    )
 
 
 class GoldConfig(Section):

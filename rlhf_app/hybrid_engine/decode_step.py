@@ -9,6 +9,7 @@ weights that move can never be read at their old address.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 
 from rlhf_app.hybrid_engine import decode_kernel
 from rlhf_app.hybrid_engine.attention import AttentionCall, Decode
+from rlhf_app.hybrid_engine.cpu_decode import CpuDecode
 from rlhf_app.hybrid_engine.decode_state import POSITION, SLOT, TOKEN, DecodeState, distribution
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
@@ -26,6 +28,7 @@ from rlhf_app.hybrid_engine.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 GRAPH = "cuda graph"
+COMPILED = "compiled kernels"
 # Capturing costs a few eager steps; where it has to be redone for every rollout, shorter
 # answers than this do not win it back.
 RECAPTURE_PAYS_TOKENS = 32
@@ -92,7 +95,7 @@ class DecodeStep:
     """Decode steps of one model, and the graphs captured of them.
 
     Attributes:
-        form: how the steps of this rollout run: `GRAPH`, or "eager" and the reason.
+        form: how the steps of this rollout run: `GRAPH`, `COMPILED`, or "eager" and the reason.
         any_slot: rows need not be in the slots of their own number.
 
     Args:
@@ -106,10 +109,13 @@ class DecodeStep:
     ) -> None:
         self._model = model
         self._use_graphs = use_graphs
-        self.any_slot = all(
+        self._has_kernel = all(
             decode_kernel.available(model.device, shape.key_dim, shape.value_dim)
             for shape in layers
         )
+        self._equal_heads = all(shape.key_dim == shape.value_dim for shape in layers)
+        self._compiled: ctypes.CDLL | None = None
+        self.any_slot = self._has_kernel
         self._graphs: dict[Hashable, _Graph] = {}
         self._warm: set[Hashable] = set()
         self._captured_at: Hashable = None
@@ -129,8 +135,12 @@ class DecodeStep:
             slots: rows decoded at once.
         """
         self._workspace, self._state, self._slots = workspace, state, slots
+        self._compiled = self._model.kernels if self._equal_heads else None
+        self.any_slot = self._has_kernel or self._compiled is not None
         reason = self._eager_reason(params)
         self.form = f"eager ({reason})" if reason else GRAPH
+        if self._compiled is not None:
+            self.form = COMPILED
         if reason:
             self.drop_graphs()
             return
@@ -203,9 +213,11 @@ class DecodeStep:
 
     def _run(self, rows: int, longest: int, equal: bool) -> list[torch.Tensor]:
         state = self._state.rows[:, :rows]
-        step: Decode | KernelDecode
+        step: Decode | KernelDecode | CpuDecode
         kept: list[torch.Tensor] = []
-        if self.any_slot:
+        if self._compiled is not None:
+            step = CpuDecode(self._compiled, self._workspace, state[SLOT], state[POSITION])
+        elif self.any_slot:
             step = KernelDecode(self._workspace, state[SLOT], state[POSITION], kept)
         else:
             step = Decode(self._workspace, state[POSITION], longest, equal)

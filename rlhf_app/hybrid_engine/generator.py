@@ -16,6 +16,7 @@ from rlhf_app.hybrid_engine.capability import Capability, probe, require_decoder
 from rlhf_app.hybrid_engine.decode import DecodeLoop, Rollout
 from rlhf_app.hybrid_engine.decode_memory import DecodeMemory
 from rlhf_app.hybrid_engine.exclusive import exclusively
+from rlhf_app.hybrid_engine.fused.compiled import kernels_for
 from rlhf_app.hybrid_engine.generate_output import as_output
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
@@ -169,6 +170,9 @@ class Generator:
         self._raise(error)
         memory = self._memory
         memory.state.agree = None if self._sliced is None else self._sliced.group.same
+        model = self._model
+        tokens = len(request.prompts) * request.params.max_new_tokens
+        model.kernels = kernels_for(self._settings, model.device, model.kv_dtype, tokens)
         try:
             with self._model.session(), self._model.weights.together():
                 return DecodeLoop(

@@ -9,6 +9,7 @@ fewer kernels over the same parameters.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class InferenceModel:
     Attributes:
         lora_rollout: how LoRA adapters run in a session; see `hybrid_engine.lora`.
         fused: chooses in each session between the module's forward and a fused one.
+        kernels: compiled ones for the CPU that the next session uses; None: torch's operations.
     """
 
     def __init__(self, model: PreTrainedModel, weights: Weights | None = None) -> None:
@@ -47,6 +49,7 @@ class InferenceModel:
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self.fused = FusedChoice()
+        self.kernels: ctypes.CDLL | None = None
         self._decoder: FusedDecoder | None = None
 
     @property

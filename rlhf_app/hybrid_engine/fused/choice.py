@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlhf_app.hybrid_engine.fused import ops_triton
+from rlhf_app.hybrid_engine.fused.compiled_decoder import CompiledDecoder, suits
 from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.fused.ops import Ops
 from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
-from rlhf_app.hybrid_engine.fused.plan import read_plan
+from rlhf_app.hybrid_engine.fused.plan import DecoderPlan, read_plan
 from rlhf_app.hybrid_engine.fused.probe import disagrees
 
 if TYPE_CHECKING:
@@ -26,13 +28,14 @@ class FusedChoice:
     Attributes:
         reason: why the last session's forwards ran through the module, in a few words; empty
             where they ran fused.
+        used: the last session's decoder; None where the module ran.
     """
 
     def __init__(self) -> None:
         self.reason = "not asked yet"
-        self._decoder: FusedDecoder | None = None
-        self._verdict: str | None = None
-        self._asked_with: object = None
+        self.used: FusedDecoder | None = None
+        # By kind of operations: what was asked about, its decoder, and what is wrong with it.
+        self._found: dict[bool, tuple[object, FusedDecoder, str | None]] = {}
 
     def decoder(self, model: InferenceModel) -> FusedDecoder | None:
         """The decoder that runs this session's forwards; None: the module does.
@@ -44,7 +47,7 @@ class FusedChoice:
         decoder, reason = self._find(model)
         if reason and reason != self.reason:
             logger.debug("forwards of rollouts run through the module: %s", reason)
-        self.reason = reason
+        self.reason, self.used = reason, decoder
         return decoder
 
     def _find(self, model: InferenceModel) -> tuple[FusedDecoder | None, str]:
@@ -56,13 +59,33 @@ class FusedChoice:
         if isinstance(plan, str):
             return None, plan
         asked_with = plan, model.dtype, model.device
-        if self._decoder is None or asked_with != self._asked_with:
-            self._decoder = FusedDecoder(plan, ops_for(model.device))
-            self._verdict = disagrees(model, self._decoder)
-            self._asked_with = asked_with
-        if self._verdict is not None:
-            return None, self._verdict
-        return self._decoder, ""
+        compiled = model.kernels is not None
+        found = self._found.get(compiled)
+        if found is None or found[0] != asked_with:
+            decoder = decoder_for(plan, model.device, model.kernels)
+            found = asked_with, decoder, disagrees(model, decoder)
+            self._found[compiled] = found
+        _, decoder, wrong = found
+        if wrong is not None:
+            return None, wrong
+        if isinstance(decoder, CompiledDecoder):
+            decoder.begin()
+        return decoder, ""
+
+
+def decoder_for(
+    plan: DecoderPlan, device: torch.device, kernels: ctypes.CDLL | None
+) -> FusedDecoder:
+    """A decoder that suits model and device.
+
+    Args:
+        plan: what it computes.
+        device: of the weights.
+        kernels: compiled ones for fp32 on the CPU, or None.
+    """
+    if kernels is not None and suits(plan):
+        return CompiledDecoder(plan, kernels)
+    return FusedDecoder(plan, ops_for(device))
 
 
 def ops_for(device: torch.device) -> Ops:

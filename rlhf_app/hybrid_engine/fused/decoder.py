@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from rlhf_app.hybrid_engine.attention import AttentionCall, Step
+from rlhf_app.hybrid_engine.attention import AttentionCall, Decode, Step
 from rlhf_app.hybrid_engine.fused.ops import Ops
 from rlhf_app.hybrid_engine.fused.plan import DecoderPlan, LayerPlan
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 
 # What the layers of every planned family pass to attention beside these: nothing.
 _EXTRAS = {"dropout": 0.0}
@@ -73,6 +74,19 @@ class FusedDecoder:
             delta_NE = self.ops.mlp(y_NE, layer)
         _, y_NE = self.ops.residual_norm(x_NE, delta_NE, self.plan.final_norm)
         return self.ops.linear(y_NE, self.plan.head)
+
+    def decode_step(
+        self, workspace: KVWorkspace, slots_B: torch.Tensor, lengths_B: torch.Tensor, longest: int
+    ) -> Step:
+        """What serves a step of one token per row, each in the slot of its own number.
+
+        Args:
+            workspace: where keys and values are.
+            slots_B: [B] int64, 0 to B - 1.
+            lengths_B: [B] int64, tokens already stored.
+            longest: the largest of them.
+        """
+        return Decode(workspace, lengths_B, longest, equal=False)
 
     def _embedded(self, ids_BP: torch.Tensor, positions_BP: torch.Tensor) -> torch.Tensor:
         """[B, P, E] tokens, with their positions where these are learned."""

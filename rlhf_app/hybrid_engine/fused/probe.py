@@ -12,6 +12,8 @@ from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 from rlhf_app.hybrid_engine.rounding import disagreement, tolerance
 
+_Forward = Callable[[torch.Tensor, torch.Tensor, Step], torch.Tensor]
+_StepOf = Callable[[KVWorkspace, torch.Tensor, torch.Tensor, int], Step]
 # Of two rows of unlike lengths; then two tokens more of each, one by one.
 _PROMPT_TOKENS = 6
 _DECODED = 2
@@ -57,29 +59,27 @@ def disagrees(model: Forwards, decoder: FusedDecoder) -> str | None:
     def fused_decode(tokens_B: torch.Tensor, at_B: torch.Tensor, step: Step) -> torch.Tensor:
         return decoder(tokens_B[:, None], at_B[:, None], step)
 
-    want = _logits(decoder, model.dtype, ids_BP, lengths_B, model.prefill, model.decode)
-    have = _logits(decoder, model.dtype, ids_BP, lengths_B, fused_prefill, fused_decode)
+    def plain_step(
+        workspace: KVWorkspace, slots_B: torch.Tensor, lengths_B: torch.Tensor, longest: int
+    ) -> Step:
+        return Decode(workspace, lengths_B, longest, equal=False)
+
+    shapes = [LayerShape(x.kv_heads, x.head_dim, x.head_dim) for x in decoder.plan.layers]
+
+    def logits(prefill: _Forward, decode: _Forward, step_of: _StepOf) -> torch.Tensor:
+        """[1 + decoded, B, V] of one way."""
+        workspace = KVWorkspace(shapes, model.dtype, device)
+        workspace.borrow(*ids_BP.shape)
+        rows = torch.arange(len(ids_BP), device=device)
+        prompts = Prefill(workspace, slice(0, len(ids_BP)))
+        found = [prefill(ids_BP[:, :_PROMPT_TOKENS], lengths_B, prompts)]
+        for number in range(_DECODED):
+            at_B = lengths_B + number
+            step = step_of(workspace, rows, at_B, _PROMPT_TOKENS + number)
+            found.append(decode(ids_BP[rows, at_B], at_B, step))
+        return torch.stack(found)
+
+    want = logits(model.prefill, model.decode, plain_step)
+    have = logits(fused_prefill, fused_decode, decoder.decode_step)
     worst = disagreement(have, want, tolerance(model.dtype))
     return None if worst is None else f"its fused logits differ by {worst:.2g} of their size"
-
-
-def _logits(
-    decoder: FusedDecoder,
-    dtype: torch.dtype,
-    ids_BP: torch.Tensor,
-    lengths_B: torch.Tensor,
-    prefill: Callable[[torch.Tensor, torch.Tensor, Step], torch.Tensor],
-    decode: Callable[[torch.Tensor, torch.Tensor, Step], torch.Tensor],
-) -> torch.Tensor:
-    """[1 + decoded, B, V] of one way."""
-    shapes = [LayerShape(x.kv_heads, x.head_dim, x.head_dim) for x in decoder.plan.layers]
-    workspace = KVWorkspace(shapes, dtype, ids_BP.device)
-    workspace.borrow(*ids_BP.shape)
-    rows = torch.arange(len(ids_BP), device=ids_BP.device)
-    prompt_BP = ids_BP[:, :_PROMPT_TOKENS]
-    logits = [prefill(prompt_BP, lengths_B, Prefill(workspace, slice(0, len(ids_BP))))]
-    for number in range(_DECODED):
-        at_B = lengths_B + number
-        step = Decode(workspace, at_B, _PROMPT_TOKENS + number, equal=False)
-        logits.append(decode(ids_BP[rows, at_B], at_B, step))
-    return torch.stack(logits)

@@ -4,8 +4,13 @@ import pytest
 import torch
 import transformers as tf
 
+from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.hybrid_engine.attention import Decode, Prefill
+from rlhf_app.hybrid_engine.cpu_decode import CpuDecode
+from rlhf_app.hybrid_engine.decode_step import COMPILED
+from rlhf_app.hybrid_engine.fused import compiled
+from rlhf_app.hybrid_engine.fused.compiled_decoder import CompiledDecoder
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 
@@ -48,7 +53,7 @@ CONFIGS = {
     "qwen3": tf.Qwen3Config(**GATED, head_dim=16),
     "qwen3-with-biases": tf.Qwen3Config(**GATED, head_dim=8, attention_bias=True),
 }
-LENGTHS = [1, 11, 4, 8]
+LENGTHS = [1, 11, 4, 8, *range(1, 12), *range(2, 6)]  # more rows than a vector's lanes
 STEPS = 33
 
 
@@ -74,7 +79,8 @@ def _rows():
 
 
 def _over_the_workspace(inference, rows, equal=False):
-    """[B, 1 + STEPS, V]: a ragged prefill, then the given tokens one by one."""
+    """[B, 1 + STEPS, V]: a ragged prefill, then the given tokens one by one. Rows are in slots
+    of their own number, where a step needs that; else in shuffled ones."""
     config = inference.model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -83,13 +89,17 @@ def _over_the_workspace(inference, rows, equal=False):
     workspace.borrow(*rows.shape)
     lengths = torch.tensor([max(LENGTHS)] * len(LENGTHS) if equal else LENGTHS)
     index = torch.arange(len(LENGTHS))
+    kernels = inference.kernels
+    slots = index if kernels is None else index.flip(0)
     with inference.session():
         assert inference.fused.reason == ""
-        step = Prefill(workspace, slice(0, len(LENGTHS)))
+        step = Prefill(workspace, slots)
         logits = [inference.prefill(rows[:, : max(LENGTHS)], lengths, step)]
         for number in range(STEPS):
             at = lengths + number
             step = Decode(workspace, at, max(LENGTHS) + number, equal=equal)
+            if kernels is not None:
+                step = CpuDecode(kernels, workspace, slots, at)
             logits.append(inference.decode(rows[index, at], at, step))
     return torch.stack(logits, 1), lengths
 
@@ -102,11 +112,23 @@ def _wanted(model, rows, lengths):
     )
 
 
-@pytest.mark.parametrize("equal", [False, True], ids=["ragged", "equal"])
+@pytest.fixture
+def kernels():
+    """Compiled ones; a test that wants them is skipped where no compiler is."""
+    if compiled.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    return compiled.load()
+
+
+@pytest.mark.parametrize("way", ["ragged", "equal", "compiled"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_those_of_the_training_forward(name, equal, decoder_of):
+def test_logits_equal_those_of_the_training_forward(name, way, decoder_of, request):
     model = decoder_of(name)
-    got, lengths = _over_the_workspace(InferenceModel(model), _rows(), equal)
+    inference = InferenceModel(model)
+    if way == "compiled":
+        inference.kernels = request.getfixturevalue("kernels")
+    got, lengths = _over_the_workspace(inference, _rows(), way == "equal")
+    assert isinstance(inference.fused.used, CompiledDecoder) == (way == "compiled")
     want = _wanted(model, _rows(), lengths)
     assert want.std(-1).min() > 0.1, "degenerate logits"
     gap = (got - want).norm(dim=-1) / want.norm(dim=-1)
@@ -124,11 +146,16 @@ def test_bfloat16_is_as_near_to_exact_logits_as_the_training_forward(name, decod
     assert 0 < error <= 1.25 * noise
 
 
+@pytest.mark.parametrize("compile_decode", [False, True])
 @pytest.mark.parametrize("name", ["opt-125m-like", "llama-gqa", "mistral-window", "qwen3"])
-def test_rollouts_run_fused_and_follow_the_weights(name, decoder_of, prompts, hf_greedy):
+def test_rollouts_run_fused_and_follow_the_weights(
+    name, compile_decode, decoder_of, prompts, hf_greedy
+):
+    if compile_decode and compiled.find_compiler() is None:
+        pytest.skip("no C++ compiler")
     model = decoder_of(name)
     prompts = [[token % VOCAB or 3 for token in prompt] for prompt in prompts]
-    generator = Generator(model)
+    generator = Generator(model, HybridEngineSettings(compile_decode=compile_decode))
     params = SamplingParams(20, greedy=True)
     assert generator.rollout(prompts, params, max_slots=5).tokens == hf_greedy(model, prompts, 20)
     # New storage for one weight, new values in place for another, another module for a third.
@@ -144,6 +171,7 @@ def test_rollouts_run_fused_and_follow_the_weights(name, decoder_of, prompts, hf
     again = generator.rollout(prompts, params, max_slots=5).tokens
     assert again == hf_greedy(model, prompts, 20)
     assert generator._model.fused.reason == ""
+    assert (generator.form == COMPILED) == compile_decode
 
 
 def test_a_norm_whose_eps_changes_between_rollouts_is_followed(decoder_of, prompts, hf_greedy):
@@ -168,7 +196,7 @@ def test_a_decoder_that_computes_something_else_is_not_used(
         def mlp(self, y_NE, layer):
             return -super().mlp(y_NE, layer)
 
-    monkeypatch.setattr(choice, "ops_for", lambda device: Wrong())
+    monkeypatch.setattr(choice, "ops_for", lambda *_: Wrong())
     model = decoder_of("llama-gqa")
     prompts = [[token % VOCAB or 3 for token in prompt] for prompt in prompts]
     generator = Generator(model)
