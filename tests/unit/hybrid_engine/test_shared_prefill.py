@@ -99,11 +99,17 @@ class _AnySlot:
         return torch.stack(rows)
 
 
+def _store_prompts(new_keys, new_values, keys, values, slots):
+    keys[slots, :, : new_keys.shape[2]] = new_keys
+    values[slots, :, : new_values.shape[2]] = new_values
+
+
 @pytest.fixture
 def any_slot(monkeypatch):
     kernel = _AnySlot()
     monkeypatch.setattr(decode_kernel, "available", lambda *_: True)
     monkeypatch.setattr(decode_kernel, "decode_attention", kernel)
+    monkeypatch.setattr(decode_kernel, "store_prompts", _store_prompts)
     return kernel
 
 
