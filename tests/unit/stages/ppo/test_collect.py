@@ -134,6 +134,32 @@ def test_rewards_by_hand(dist):
             )
 
 
+def test_the_kl_penalty_by_hand(dist):
+    """After an update, with lambda 1: score - kl_coef * sum of the log-ratios from t on."""
+    ppo = settings(gae_lambda=1.0, missing_eos="ignore", reward_clip=100.0, kl_coef=0.7)
+    models = build(ppo, dist)
+    update_models(models, roll(models, ppo, dist).experience, ppo, dist, seed=7, update=1)
+    sizes = []
+    for e in roll(models, ppo, dist, update=2).experience:
+        for row, place in enumerate(e.answers.rows_B.tolist()):
+            ids = e.answers.input_ids_BL[row, : e.answers.last_index_B[row] + 1].unsqueeze(0)
+            first = len(PROMPTS[place].input_ids)
+            with torch.no_grad():
+                score = (models.scorer.model(ids)[0, -1] - 0.3) / 1.7
+                policy, reference = (
+                    model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+                    for model in (models.actor.module, models.reference)
+                )
+            ratios = (policy - reference).gather(1, ids[0, 1:, None])[first - 1 :, 0]
+            to_go = ratios.flip(0).cumsum(0).flip(0)
+            mask = e.answers.action_mask_BT[row]
+            torch.testing.assert_close(
+                e.returns_BT[row][mask], score - 0.7 * to_go, atol=1e-4, rtol=1e-4
+            )
+            sizes.append(float(to_go.abs().max()))
+    assert max(sizes) > 0.05, "the policy must have moved for this to say anything"
+
+
 BUDGETS = [
     {"micro_batch_size": 8},
     {"micro_batch_tokens": 1},  # every row alone

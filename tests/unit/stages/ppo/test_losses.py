@@ -105,6 +105,15 @@ def test_value_loss_quadrants(value, old, target, loss, gradient, clipped):
     assert sums["value_clipped"].item() == clipped
 
 
+def test_a_value_inside_the_range_is_not_counted_as_clipped_by_rounding():
+    """Thousands of values less than the range from their old ones: none is clipped."""
+    torch.manual_seed(0)
+    old, values = (torch.rand(2, 64, 64) * 0.2 - 0.1).unbind()
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    _, sums = value_loss(values, old, torch.randn(64, 64), mask, clip_range=0.2)
+    assert sums["value_clipped"] == 0
+
+
 def test_value_loss_ignores_padding():
     values = torch.tensor([[1.0, float("nan")]], requires_grad=True)
     loss, _ = value_loss(
