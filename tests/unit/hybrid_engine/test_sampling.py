@@ -102,6 +102,16 @@ def test_tokens_are_those_of_one_cumulative_sum(vocabulary, spread):
         assert logits[row, got[row]] > -math.inf
 
 
+@pytest.mark.parametrize("vocabulary", [97, 4096])
+def test_a_uniform_on_a_boundary_skips_tokens_without_probability(vocabulary):
+    """Tokens 3 and 70 have 1/2 each; with 4,096 tokens the boundary is also one of blocks."""
+    logits = torch.full((3, vocabulary), -math.inf)
+    logits[:, [3, 70]] = 0.0
+    u = torch.tensor([0.5 - 2**-41, 0.5, 0.5 + 2**-41], dtype=torch.float64)
+    tokens, _ = Sampler(SamplingParams(1), CPU)(logits, u)
+    assert tokens.tolist() == [3, 70, 70]
+
+
 def _support(row: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
     """Second implementation in plain Python: sort, cut at k, then at mass p."""
     scaled = [x / temperature for x in row]
