@@ -179,6 +179,8 @@ def _limits(
         optimizer_steps=report.work["optimizer_steps"],
         actor_lora=ppo.actor.lora.enabled,
         critic_lora=ppo.critic.lora.enabled,
+        # Without the penalty nothing that trains depends on it.
+        reference=ppo.kl_coef > 0,
         optimizer_bytes=sum(
             report.models[role]["trained"] * _adam_bytes(settings, report.work["dtype"])
             for role, settings in (("actor", ppo.actor), ("critic", ppo.critic))
@@ -258,7 +260,7 @@ def _loop(
         timings = sampler.last.timings
         loop.tokens = timings.generated_tokens
         loop.form = timings.form
-        loop.slots = _slots(generator, sampler.last, bench.max_slots)
+        loop.slots = _slots(sampler.last, bench.max_slots)
     generator.release()
     return loop
 
@@ -275,16 +277,12 @@ def _with_split_rollout(phases: dict[str, float], rollout: Rollout) -> dict[str,
     return {name: found.pop(name) for name in PHASES if name in found} | found
 
 
-def _slots(generator: Generator, rollout: Rollout, most: int | None) -> int:
-    """Rows decoded at once: what was asked for, or the rows of the average step rounded up."""
-    requests = len(rollout.tokens)
-    if most is not None:
-        return min(most, requests)
-    steps = rollout.timings.decode_steps
-    longest = max(map(len, rollout.tokens))
-    if steps <= longest:
-        return requests
-    return min(requests, -(-rollout.timings.row_steps // steps))
+def _slots(rollout: Rollout, most: int | None) -> int:
+    """Rows decoded at once; native generation does not tell."""
+    timings, requests = rollout.timings, len(rollout.tokens)
+    if timings.slot_steps and timings.decode_steps:
+        return timings.slot_steps // timings.decode_steps
+    return min(most or requests, requests)
 
 
 @contextmanager
