@@ -1,6 +1,7 @@
 """Kernels built by the machine's C++ compiler: what is built, when, and what they compute."""
 
 import logging
+import shutil
 import subprocess
 import sys
 
@@ -72,6 +73,21 @@ def test_samples_do_not_depend_on_slots_or_threads(build, prompts, monkeypatch):
                 assert torch.equal(mine, other)
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_weights_that_move_are_followed(build, prompts, hf_greedy):
+    model = build("llama")
+    generator = Generator(model, ON)
+    params = SamplingParams(10, greedy=True)
+    before = generator.rollout(prompts, params).tokens
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            old = module.weight
+            module.weight = torch.nn.Parameter(old.detach().roll(1, 0))
+            with torch.no_grad():
+                old.fill_(float("nan"))  # whoever still reads it shows it
+    assert generator.rollout(prompts, params).tokens == hf_greedy(model, prompts, 10) != before
 
 
 @needs_compiler
@@ -188,6 +204,13 @@ def test_a_build_is_made_once(monkeypatch, tmp_path, fresh, caplog):
     subprocess.run([sys.executable, "-c", code], check=True)
     assert list(tmp_path.rglob("*.so")) == [built]
     assert built.stat().st_mtime_ns == made
+    # Another source is another build.
+    edited = shutil.copytree(compiled._SOURCES, tmp_path / "cpu")
+    (edited / "forward.h").write_text("// edited\n" + (edited / "forward.h").read_text())
+    monkeypatch.setattr(compiled, "_SOURCES", edited)
+    compiled.load.cache_clear()
+    assert compiled.load() is not None
+    assert len(list(tmp_path.rglob("*.so"))) == 2
 
 
 def test_the_setting_in_a_deepspeed_block():

@@ -172,6 +172,9 @@ def test_forwards_patched_on_the_class_or_hooked_everywhere(build, monkeypatch):
             modeling_llama.LlamaMLP, "forward", functools.wraps(own)(lambda self, x: own(self, x))
         )
         assert read_plan(model) == "LlamaMLP has a replaced forward"
+        # And inside a decorator of a library.
+        patched.setattr(modeling_llama.LlamaMLP, "forward", torch.no_grad()(lambda self, x: x))
+        assert read_plan(model) == "LlamaMLP has a replaced forward"
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert read_plan(model) == "forward hooks of all modules"
