@@ -126,6 +126,12 @@ def test_artifacts_load_in_plain_transformers_and_results_are_complete(
         assert all(math.isfinite(value) for value in numbers.values())
     assert result["policies"]["sft"]["kl_per_answer"] == 0.0
     assert json.dumps(result["samples"])
+    assert set(result["seconds"]) == {
+        "launch", "data", "model", "engine", "training", "generation", "evaluation", "saving",
+    }  # fmt: skip
+    assert min(result["seconds"].values()) >= 0
+    assert sum(result["seconds"].values()) == pytest.approx(result["wall_seconds"], abs=0.01)
+    assert 0 < result["startup_seconds"] < result["wall_seconds"]
 
 
 def test_same_seed_same_result(run_stage, tiny_lm, reward_model):
