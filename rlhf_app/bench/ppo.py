@@ -280,7 +280,7 @@ def _with_split_rollout(phases: dict[str, float], rollout: Rollout) -> dict[str,
 def _slots(rollout: Rollout, most: int | None) -> int:
     """Rows decoded at once; native generation does not tell."""
     timings, requests = rollout.timings, len(rollout.tokens)
-    if timings.slot_steps and timings.decode_steps:
+    if timings.form != "native" and timings.decode_steps:
         return timings.slot_steps // timings.decode_steps
     return min(most or requests, requests)
 

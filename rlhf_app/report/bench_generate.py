@@ -158,14 +158,15 @@ class Row:
             return {}
         found = {
             "tokens_per_second": engine.tokens_per_second,
-            "decode_tokens_per_second": engine.decode_tokens_per_second,
             "limit_tokens_per_second": engine.generated_tokens / limit.total_seconds,
             "fraction": limit.total_seconds / engine.total_seconds,
             "floor_tokens_per_second": engine.generated_tokens / limit.floor_seconds,
             "floor_fraction": limit.floor_seconds / engine.total_seconds,
             "slot_utilisation": engine.utilisation,
         }
-        if limit.decode_seconds > 0 and engine.decode_seconds > 0:
+        # Native generation does not tell prefill and decode apart.
+        if limit.decode_seconds > 0 and engine.decode_seconds > 0 and engine.form != "native":
+            found["decode_tokens_per_second"] = engine.decode_tokens_per_second
             found["limit_decode_tokens_per_second"] = engine.decode_tokens / limit.decode_seconds
             found["decode_fraction"] = limit.decode_seconds / engine.decode_seconds
         if self.ideal_steps:
