@@ -8,8 +8,8 @@ from rlhf_app.report.bench_generate import EngineRun, HFRun, Limit, Row, StepSpl
 
 ENGINE = EngineRun(
     prefill_seconds=1.0, decode_seconds=4.0, total_seconds=5.0, all_seconds=[5.0],
-    first_seconds=9.0, generated_tokens=100, decode_tokens=90, decode_steps=30, slots=4, form="cuda graph",
-    peak_bytes=1, workspace_bytes=1,
+    first_seconds=9.0, generated_tokens=100, decode_tokens=90, decode_steps=30, slots=4,
+    form="cuda graph", peak_bytes=1, workspace_bytes=1,
 )  # fmt: skip
 LIMIT = Limit(kv_seconds=1.0, gemm_seconds=2.0, weight_seconds=0.5, prefill_seconds=0.5, steps=25)
 
