@@ -108,6 +108,7 @@ class DecodeState:
     def release(self) -> None:
         """Give the buffers back; the next rollout takes new ones."""
         self._allocate(0, 0, 0)
+        self._constants.clear()  # of the last kind, what is in use stays
 
     def clear(self, first: int, slots: Sequence[int]) -> None:
         """Make the rows from `first` on nobody's: what they compute goes nowhere.

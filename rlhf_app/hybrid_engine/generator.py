@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rlhf_app.hybrid_engine.fused.compiled import kernels_for
 from rlhf_app.hybrid_engine.generate_output import as_output
 from rlhf_app.hybrid_engine.hf_arguments import Request, read_request
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
+from rlhf_app.hybrid_engine.kv_workspace import LayerShape
 from rlhf_app.hybrid_engine.lora import RolloutMode
 from rlhf_app.hybrid_engine.native import native_rollout
 from rlhf_app.hybrid_engine.request_checks import (
@@ -65,7 +67,7 @@ class Generator:
         self._sliced = weights if isinstance(weights, SlicedWeights) else None
         self._capability: Capability | None = None
         self._failed_probes = 0
-        self._memory = DecodeMemory(self._model, self._settings, lambda: self.capability.layers)
+        self._memory = DecodeMemory(self._model, self._settings, _layers_of(weakref.ref(self)))
         self._warned: set[str] = set()
         #: Answers and answer tokens of all rollouts so far, and how the last one decoded.
         self.samples = 0
@@ -355,3 +357,14 @@ class Generator:
         prompt, limit = max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0))
         cut = limit != params.max_new_tokens
         check_length(prompt, limit, bounds, "a limit of" if cut else "max_new_tokens")
+
+
+def _layers_of(owner: weakref.ref[Generator]) -> Callable[[], tuple[LayerShape, ...]]:
+    """Not through a bound method: in a reference cycle, device memory waits for the collector."""
+
+    def layers() -> tuple[LayerShape, ...]:
+        generator = owner()
+        assert generator is not None
+        return generator.capability.layers
+
+    return layers
