@@ -13,12 +13,15 @@ from torch import nn
 
 from rlhf_app.config.schema import HybridEngineSettings, TrainableSettings
 from rlhf_app.errors import ConfigError
-from rlhf_app.hybrid_engine.fused.joined import adjoining_order
+from rlhf_app.hybrid_engine.fused.joined import adjoining_sets
 from rlhf_app.training.deepspeed_module import compiled_adamw, load_deepspeed
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.schedule import lr_factor
 
 log = logging.getLogger(__name__)
+
+# 4 GiB in fp32.
+_GROUP_PARAMETERS = 1 << 30
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -80,18 +83,43 @@ def build_config(
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the trainable parameters into decayed matrices and free vectors.
 
-    Biases and norm weights have one dimension and are not decayed. Without weight decay
-    there is one group: fewer groups mean fewer kernels and messages.
+    Biases and norm weights have one dimension and are not decayed. Otherwise groups are as few
+    as they can be: fewer groups mean fewer kernels and messages. But ZeRO steps group by group,
+    with the fp32 gradients of one group at a time, and pinned host memory comes in powers of
+    two: a large model is cut into groups of about a billion parameters.
     """
-    # ZeRO keeps this order in memory: query, key and value then are one matrix to rollouts.
-    parameters = adjoining_order(model, (p for p in model.parameters() if p.requires_grad))
-    if weight_decay == 0:
-        return [{"params": parameters, "weight_decay": 0.0}]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds = [(trained, 0.0)]
+    if weight_decay != 0:
+        kinds = [
+            ([p for p in trained if p.ndim >= 2], weight_decay),
+            ([p for p in trained if p.ndim < 2], 0.0),
+        ]
+    return [
+        {"params": group, "weight_decay": decay}
+        for parameters, decay in kinds
+        # ZeRO keeps their order in memory: query, key and value are one matrix to rollouts.
+        for group in _packed(adjoining_sets(model, parameters))
     ]
-    return [group for group in groups if group["params"]]
+
+
+def _packed(sets: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """Consecutive sets in groups of at most `_GROUP_PARAMETERS`, or of one larger set."""
+    groups: list[list[nn.Parameter]] = []
+    room = 0
+    for together in sets:
+        size = sum(_numel(parameter) for parameter in together)
+        if not groups or size > room:
+            groups.append([])
+            room = _GROUP_PARAMETERS
+        groups[-1] += together
+        room -= size
+    return groups
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, also where only a shard of it is here."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def adamw(settings: TrainableSettings) -> OptimizerFactory:

@@ -2,8 +2,8 @@
 
 Query, key and value (gate and up) multiply the same input. Where their weights adjoin, one view
 over all of them makes one matrix product of three. `join_storage` lays them out so before
-training; an optimizer that flattens parameters keeps them so when it meets them in
-`adjoining_order`. Nothing depends on it but speed: `joined` looks at the addresses as they are.
+training; an optimizer that flattens parameters keeps them so when it meets them in the order of
+`adjoining_sets`. Nothing depends on it but speed: `joined` looks at the addresses as they are.
 """
 
 from __future__ import annotations
@@ -118,28 +118,31 @@ def _adjoin(parameters: Sequence[torch.Tensor]) -> None:
         start += parameter.shape[0]
 
 
-def adjoining_order(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters with siblings' weights in a row, and their biases.
+def adjoining_sets(
+    model: nn.Module, parameters: Iterable[nn.Parameter]
+) -> list[list[nn.Parameter]]:
+    """The parameters with siblings together: their weights in a row, then their biases.
 
     Args:
         model: whose parameters they are.
         parameters: all or some of its parameters, in any order.
 
     Returns:
-        The same parameters; only siblings change places.
+        The same parameters: siblings as one set, each other one alone; only siblings change
+        places.
     """
     wanted = {id(parameter): parameter for parameter in parameters}
-    places: dict[int, list[nn.Parameter]] = {}
+    sets: dict[int, list[nn.Parameter]] = {}
     for linears in _siblings(model):
         both = [linear.weight for linear in linears]
         both += [linear.bias for linear in linears if linear.bias is not None]
         together = [wanted[id(parameter)] for parameter in both if id(parameter) in wanted]
         for parameter in together:
-            places[id(parameter)] = together
-    ordered: dict[int, nn.Parameter] = {}
+            sets[id(parameter)] = together
+    ordered: dict[int, list[nn.Parameter]] = {}
     for key, parameter in wanted.items():
-        for member in places.get(key, [parameter]):
-            ordered.setdefault(id(member), member)
+        together = sets.get(key, [parameter])
+        ordered.setdefault(id(together[0]), together)
     return list(ordered.values())
 
 

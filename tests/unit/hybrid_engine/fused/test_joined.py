@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rlhf_app.config.schema import HybridEngineSettings, PolicySettings
-from rlhf_app.hybrid_engine.fused.joined import adjoining_order, join_storage, joined
+from rlhf_app.hybrid_engine.fused.joined import adjoining_sets, join_storage, joined
 from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
 from rlhf_app.hybrid_engine.fused.ops_triton import TritonOps
 from rlhf_app.training.deepspeed_config import engine_for
@@ -141,9 +141,11 @@ def test_order_only_moves_siblings_together(build):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = [p for n, p in model.named_parameters() if "layers.1" not in n]
 
-    ordered = [names[id(p)] for p in adjoining_order(model, trained)]
+    sets = adjoining_sets(model, trained)
+    ordered = [names[id(p)] for together in sets for p in together]
 
     assert sorted(ordered) == sorted(names[id(p)] for p in trained)
     start = next(i for i, name in enumerate(ordered) if name.endswith("q_proj.weight"))
+    assert sum(len(together) > 1 for together in sets) == model.config.num_hidden_layers - 1
     found = [name.split("self_attn.")[1] for name in ordered[start : start + 6]]
     assert found == [f"{x}_proj.{kind}" for kind in ("weight", "bias") for x in "qkv"]
