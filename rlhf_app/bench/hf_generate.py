@@ -33,7 +33,7 @@ def run_hf(
         prompts: of one length.
         params: how tokens are drawn.
         cost: the model's, for an estimate of the memory.
-        repeats: at most this many, after a short one that sets up.
+        repeats: at most this many, after one that sets up.
     """
     device = model.device
     run = HFRun(skipped=_does_not_fit(model, prompts, params, cost))
@@ -42,7 +42,9 @@ def run_hf(
     ids = torch.tensor(prompts, device=device)
     training = [module for module in model.modules() if module.training]
     with torch.no_grad(), temporarily(training, "training", False):
-        _generate(model, ids, params, min(4, params.max_new_tokens))
+        # At full length: its cache takes new memory at every step, and the first time that
+        # memory comes from the driver.
+        _generate(model, ids, params, params.max_new_tokens)
         reset_peak(device)
         began = time.perf_counter()
         while len(run.all_seconds) < repeats:

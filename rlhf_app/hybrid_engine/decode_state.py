@@ -97,13 +97,15 @@ class DecodeState:
             self._constants[kind] = sampler, stop_ids
         self.constants = self._constants[kind]
         self._sampler, self._stop_ids = self.constants
-        self._records = Records(
-            self._tokens_NT, self._logprobs_NT, self._uniforms_NT, self._stop_ids
-        )
         if not params.greedy:
             drawn = uniforms(keys_N.to(self._device), params.max_new_tokens + 1)
             self._uniforms_NT[: len(keys_N), : params.max_new_tokens + 1] = drawn
         self.clear(0, range(slots))
+
+    @property
+    def _records(self) -> Records:
+        """Not kept: it would hold the buffers beyond their release."""
+        return Records(self._tokens_NT, self._logprobs_NT, self._uniforms_NT, self._stop_ids)
 
     def release(self) -> None:
         """Give the buffers back; the next rollout takes new ones."""
