@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,35 +22,34 @@ _KERNELS_SHOWN = 20
 
 
 class _StepProfiler:
-    """Runs as `DecodeStep.__call__`: profiles `steps` of them after the first `skipped`."""
+    """Runs as `DecodeStep.__call__`: profiles `steps` of them after the first `skipped`.
+
+    Each has a profiler of its own: what runs between steps, such as a prefill, is not theirs.
+    """
 
     def __init__(self, device: torch.device, skipped: int, steps: int) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-        # Shapes tell attention's products from the others' on the CPU.
-        self.profiler = torch.profiler.profile(
-            activities=activities, record_shapes=device.type == "cpu"
-        )
         self._device = device
         self._skipped = skipped
-        self._left = steps
-        self.profiled = 0
+        self._steps = steps
+        self.profiles: list[torch.profiler.profile] = []
 
     def around(self, run: Any) -> Any:
+        on_cuda = self._device.type == "cuda"
+        kind = torch.profiler.ProfilerActivity
+        activities = [kind.CUDA if on_cuda else kind.CPU]
+
         def step(decode_step: DecodeStep, *arguments: Any, **named: Any) -> None:
-            wanted = self._skipped <= 0 and self._left > 0
             self._skipped -= 1
-            if wanted and not self.profiled:
+            if self._skipped >= 0 or len(self.profiles) == self._steps:
+                run(decode_step, *arguments, **named)
+                return
+            # Shapes tell attention's products from the others' on the CPU.
+            profile = torch.profiler.profile(activities=activities, record_shapes=not on_cuda)
+            synchronize(self._device)
+            with profile:
+                run(decode_step, *arguments, **named)
                 synchronize(self._device)
-                self.profiler.start()
-            run(decode_step, *arguments, **named)
-            if wanted:
-                self._left -= 1
-                self.profiled += 1
-                if not self._left:
-                    synchronize(self._device)
-                    self.profiler.stop()
+            self.profiles.append(profile)
 
         return step
 
@@ -71,31 +71,28 @@ def split_decode_step(
         rollout()
     seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     kernels: dict[tuple[str, str], float] = defaultdict(float)
-    on_cpu = device.type == "cpu"
-    for event in watch.profiler.key_averages(group_by_input_shape=on_cpu):
-        if on_cpu:
-            microseconds = event.self_cpu_time_total
-        elif event.device_type.name == "CUDA":
-            microseconds = event.self_device_time_total
-        else:
-            continue  # the call that launched a kernel has the kernel's time once more
-        if microseconds <= 0:
-            continue
-        kind = (
-            cpu_operation_kind(event.key, _dimensions(event))
-            if on_cpu
-            else cuda_kernel_kind(event.key)
-        )
-        own = microseconds / 1e6 / watch.profiled
-        seconds[kind] += own
-        kernels[event.key, kind] += own
+    for name, kind, own in chain.from_iterable(map(_kernels_of, watch.profiles)):
+        seconds[kind] += own / len(watch.profiles)
+        kernels[name, kind] += own / len(watch.profiles)
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:_KERNELS_SHOWN]
     return StepSplit(
         seconds=seconds,
         step_seconds=step_seconds,
-        steps=watch.profiled,
+        steps=len(watch.profiles),
         kernels=[(name, kind, own) for (name, kind), own in longest],
     )
+
+
+def _kernels_of(profile: torch.profiler.profile) -> Iterator[tuple[str, str, float]]:
+    """Name, kind and seconds of the kernels of one step."""
+    on_cpu = torch.profiler.ProfilerActivity.CPU in profile.activities
+    for event in profile.key_averages(group_by_input_shape=on_cpu):
+        if on_cpu:
+            kind = cpu_operation_kind(event.key, _dimensions(event))
+            yield event.key, kind, event.self_cpu_time_total / 1e6
+        elif event.device_type.name == "CUDA":
+            # Not the call that launched the kernel: it has the kernel's time once more.
+            yield event.key, cuda_kernel_kind(event.key), event.self_device_time_total / 1e6
 
 
 def _dimensions(event: Any) -> int | None:
