@@ -1,8 +1,12 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_app.hybrid_engine import Generator, SamplingParams
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 
 CPU = torch.device("cpu")
@@ -125,3 +129,29 @@ def test_accounting_is_exact(layers, dtype, steps):
         for far in ((slots + 1, positions), (slots, positions + 1)):
             with pytest.raises(IndexError):
                 workspace.check(*far)
+
+
+def test_a_release_leaves_no_buffer_behind(build):
+    generator = Generator(build("llama"))
+    generator.rollout([[5, 6, 7], [8]], SamplingParams(4))
+    state = generator._memory.state
+    buffers = [state._tokens_NT, state._logprobs_NT, state._uniforms_NT, state.rows]
+    held = [weakref.ref(buffer) for buffer in buffers]
+    del buffers
+
+    generator.release()
+
+    assert [buffer() for buffer in held] == [None] * 4
+
+
+def test_memory_comes_back_with_the_generator_without_a_collection(build):
+    generator = Generator(build("llama"))
+    generator.rollout([[5, 6, 7], [8]], SamplingParams(4))
+    workspace = weakref.ref(generator._memory._workspace)
+    gc.collect()
+    gc.disable()
+    try:
+        del generator
+        assert workspace() is None
+    finally:
+        gc.enable()
