@@ -190,6 +190,8 @@ def _split(
     """The split of a step, or why there is none."""
     if engine.form.startswith("native"):
         return None, "transformers' generate ran"
+    if engine.form.startswith("compiled"):
+        return None, "compiled decode is one call, which torch.profiler does not see into"
     if not engine.decode_steps:
         return None, "prefill alone made the answers"
     step_seconds = engine.decode_seconds / engine.decode_steps

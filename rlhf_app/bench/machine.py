@@ -13,7 +13,7 @@ _GIB = 1 << 30
 # Far beyond any cache.
 _READ_BYTES = {"cuda": 4 * _GIB, "cpu": _GIB // 4}
 _GEMM_SIZE = {"cuda": 8192, "cpu": 1024}
-_ROUNDS = {"cuda": 8, "cpu": 3}
+_ROUNDS = {"cuda": 8, "cpu": 10}
 _REPEATS = {"cuda": 10, "cpu": 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,6 +72,7 @@ def generate(
             "--repeats": repeats,
         }
     )
+    shared.check_json(as_json)
     if model is not None and shape is not None:
         raise ConfigError(f"--model {model} and --shape {shape} are both given: give one of them")
     if shape is not None:
@@ -82,6 +84,7 @@ def generate(
         [("--dtype", dtype, "model.dtype"), ("--seed", seed, "seed")],
         set_values or [],
     )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells when it starts
     # After the checks: this imports torch.
     from rlhf_app.bench.generate import GenerateWork
     from rlhf_app.hybrid_engine import SamplingParams

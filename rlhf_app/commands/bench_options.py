@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,6 +102,23 @@ def resolve(model: str, flags: Sequence[tuple[str, object, str]], sets: Sequence
     return load_config(overrides=overrides).config
 
 
+def check_json(target: str | None) -> None:
+    """Refuses a file that cannot be written, before anything is measured.
+
+    Args:
+        target: value of `--json`.
+
+    Raises:
+        ConfigError: its directory does not exist, or it is one.
+    """
+    if target is None or target == "-":
+        return
+    if Path(target).is_dir():
+        raise ConfigError(f"--json {target}: it is a directory; give a file")
+    if not Path(target).parent.is_dir():
+        raise ConfigError(f"--json {target}: its directory does not exist; create it first")
+
+
 def device() -> torch.device:
     """Where the benchmark runs: the first GPU, else the CPU."""
     import torch
@@ -167,7 +186,15 @@ def write(report: Mapping[str, Any], target: str | None, show: Callable[[Console
     """
     from rich.console import Console
 
-    text = json.dumps(report, indent=1)
+    from rlhf_app.manifest import git_revision, versions
+
+    facts = {
+        "command": sys.argv[1:],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "git_revision": git_revision(),
+    }
+    text = json.dumps(facts | dict(report), indent=1)
     if target == "-":
         typer.echo(text)
         return

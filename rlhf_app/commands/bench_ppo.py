@@ -98,6 +98,9 @@ def ppo(
     actor = check_shape(shape or default[0], "--shape")
     critic = check_shape(critic_shape or default[1], "--critic-shape")
     answers = default[2] if rollout_batch is None else rollout_batch
+    shared.check_json(as_json)
+    if micro_batch is not None and micro_batch_tokens is not None:
+        raise ConfigError("--micro-batch and --micro-batch-tokens are both given: give one of them")
     shared.check_counts({"--iterations": iterations, "--max-slots": max_slots or 1})
     both = ("ppo.actor", "ppo.critic")
     flags: list[tuple[str, object, str]] = [

@@ -73,6 +73,9 @@ class Generator:
         self.samples = 0
         self.tokens = 0
         self.form = ""
+        #: Answer tokens of the rollouts that a few short ones stand for: these then run as
+        #: rollouts of that many would, compiled or not.
+        self.stands_for = 0
 
     def rollout(
         self,
@@ -173,7 +176,7 @@ class Generator:
         memory = self._memory
         memory.state.agree = None if self._sliced is None else self._sliced.group.same
         model = self._model
-        tokens = len(request.prompts) * request.params.max_new_tokens
+        tokens = max(len(request.prompts) * request.params.max_new_tokens, self.stands_for)
         model.kernels = kernels_for(self._settings, model.device, model.kv_dtype, tokens)
         try:
             with self._model.session(), self._model.weights.together():

@@ -21,6 +21,7 @@ from rlhf_app.hybrid_engine.decode_step import RECAPTURE_PAYS_TOKENS
 from rlhf_app.hybrid_engine.draws import RowScores, end_problems, judge_tokens, together
 from rlhf_app.hybrid_engine.noise_floor import difference, routes, with_floor, with_routing
 from rlhf_app.hybrid_engine.sampling import SamplingParams
+from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.hybrid_engine.training_scores import Answered, training_scores
 from rlhf_app.report.verification import Draws, Gap
 from rlhf_app.training.distributed import Dist
@@ -47,7 +48,12 @@ class RolloutMismatch(RuntimeError):
 
 
 def check_rollouts(
-    engine: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, dist: Dist
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    dist: Dist,
+    *,
+    answers: int = 0,
 ) -> dict[str, float]:
     """Answer a few prompts and compare with the training forward; all ranks call it.
 
@@ -57,6 +63,8 @@ def check_rollouts(
             every rank; the longest, the shortest and two between are tried, others on each rank.
         params: of the run's rollouts, no top-k or top-p; the number of tokens is ours.
         dist: process group.
+        answers: of one of the run's rollouts on this rank: the check decodes in the form that
+            so many answers decode in.
 
     Returns:
         Over all ranks the mean and largest log-prob gap, in nats, the number of tokens compared,
@@ -71,11 +79,12 @@ def check_rollouts(
     few = replace(params, max_new_tokens=min(_CHECK_TOKENS, params.max_new_tokens))
     more = replace(params, max_new_tokens=min(_CHECK_SAMPLED_TOKENS, params.max_new_tokens))
     engine.eval()
-    answered = [answer(engine, chosen, replace(few, greedy=True))]
-    answered.append(answer(engine, chosen, replace(more, greedy=False)))
-    answered.append(
-        answer(engine, chosen, with_stops(replace(few, greedy=False), answered[1], dist))
-    )
+    with temporarily([engine.generator], "stands_for", answers * params.max_new_tokens):
+        answered = [answer(engine, chosen, replace(few, greedy=True))]
+        answered.append(answer(engine, chosen, replace(more, greedy=False)))
+        answered.append(
+            answer(engine, chosen, with_stops(replace(few, greedy=False), answered[1], dist))
+        )
     engine.train()
     try:
         gap, draws = compare(engine, answered, dist)

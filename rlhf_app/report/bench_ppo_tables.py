@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -29,10 +32,11 @@ def print_ppo(console: Console, report: PPOReport) -> None:
     work = report.work
     actor, critic = report.models["actor"], report.models["critic"]
     console.print(
-        f"{work['answers']} answers of {work['prompt_tokens']} + {work['answer_tokens']} tokens, "
+        f"{work['answers']} answers of {work['prompt_tokens']} + {_lengths(work)} tokens, "
         f"{work['dtype']}; actor {_model(actor)}; critic {_model(critic)}",
         markup=False,
     )
+    console.print(_settings(work["ppo"]), markup=False)
     console.print(device_line(report.device), markup=False)
     done = [loop for loop in report.loops if loop.seconds]
     for loop in done:
@@ -41,6 +45,34 @@ def print_ppo(console: Console, report: PPOReport) -> None:
         console.print(_summary(report, done))
     for loop in done:
         console.print(f"{loop.generation}: decode form: {loop.form}", markup=False)
+
+
+def _lengths(work: Mapping[str, Any]) -> str:
+    mean = work["answer_lengths"]["mean"]
+    return (
+        f"{work['answer_tokens']}"
+        if mean is None
+        else f"{mean:g} (at most {work['answer_tokens']})"
+    )
+
+
+def _settings(ppo: Mapping[str, Any]) -> str:
+    """What decides the seconds beside the models, in words."""
+    rows = f"{ppo['micro_batch_size']} rows"
+    if ppo["micro_batch_tokens"] is not None:
+        rows = f"{ppo['micro_batch_tokens']} tokens"
+    parts = [f"micro-batches of {rows}"]
+    for name in ("actor", "critic"):
+        model = ppo[name]
+        words = [f"ZeRO {model['zero_stage']}"]
+        if model["lora"]["rank"]:
+            words.append(f"LoRA rank {model['lora']['rank']}")
+        if model["gradient_checkpointing"]:
+            words.append("gradient checkpointing")
+        if model["offload_optimizer"] != "none":
+            words.append(f"optimizer on the {model['offload_optimizer']}")
+        parts.append(f"{name}: {', '.join(words)}")
+    return "; ".join(parts)
 
 
 def _model(facts: dict[str, object]) -> str:

@@ -30,6 +30,8 @@ def print_generate(console: Console, report: GenerateReport) -> None:
     split = [row for row in report.rows if row.split is not None]
     if split:
         console.print(_table(split, _split_figures(split[0]), "ms of a decode step, batch"))
+    if varied and work["hf"]:
+        console.print("HF generate not run: answers have different lengths", markup=False)
     for line in dict.fromkeys(_remarks(report.rows)):
         console.print(line, markup=False)
 
@@ -37,7 +39,7 @@ def print_generate(console: Console, report: GenerateReport) -> None:
 def device_line(device: dict[str, Any]) -> str:
     """What was measured of the device, in words."""
     return (
-        f"{device['name']}: reads {device['bandwidth'] / 1e12:.3g} TB/s, multiplies at "
+        f"{device['name']}: reads {device['bandwidth'] / 1e9:,.4g} GB/s, multiplies at "
         f"{device['peak'] / 1e12:.3g} TFLOP/s (measured now)"
     )
 
@@ -50,9 +52,12 @@ def _answers(work: dict[str, Any]) -> str:
 
 
 def _remarks(rows: Iterable[Row]) -> Iterable[str]:
+    rows = list(rows)
+    forms = {row.engine.form for row in rows if row.engine is not None}
     for row in rows:
         if row.engine is not None:
-            yield f"decode form: {row.engine.form}"
+            which = f"{row.slots} rows: " if len(forms) > 1 else ""
+            yield f"{which}decode form: {row.engine.form}"
         if row.hf is not None and row.hf.skipped:
             yield f"{row.slots} rows: HF generate not run: {row.hf.skipped}"
         if row.split_missing:

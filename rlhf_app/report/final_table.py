@@ -20,8 +20,9 @@ _PARTS = {
     "data": "start-up: data",
     "model": "start-up: models",
     "engine": "start-up: engines",
-    "training": "training",
     "generation": "generation",
+    "scoring": "scoring",
+    "training": "training",
     "evaluation": "evaluation",
     "saving": "saving",
 }

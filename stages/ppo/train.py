@@ -105,7 +105,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     def check() -> dict[str, float]:
         """Nothing trains on rollouts that do not sample the policy in training."""
         params = sampling_params(models, ppo, seed=config.seed, step=0)
-        return check_rollouts(models.actor, [p.input_ids for p in prompts], params, dist)
+        return check_rollouts(
+            models.actor, [p.input_ids for p in prompts], params, dist, answers=len(uids)
+        )
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
     checks = [check()] if config.hybrid_engine.enabled else []
@@ -158,6 +160,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             checks.append(check())  # only now do the adapters change anything
         clock.lap("training")
         clock.move(numbers["generate_seconds"], "training", "generation")
+        clock.move(numbers["score_seconds"], "training", "scoring")
 
         # 6. Evaluate on held-out prompts.
         if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
