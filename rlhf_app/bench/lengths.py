@@ -31,7 +31,7 @@ def _geometric(chance: float, source: random.Random) -> int:
     """Tries up to the first success, it included (Devroye 1986, inversion)."""
     if chance >= 1:
         return 1
-    return 1 + int(math.log(1 - source.random()) / math.log(1 - chance))
+    return 1 + int(math.log1p(-source.random()) / math.log1p(-chance))
 
 
 def parse_lengths(text: str) -> AnswerLengths:

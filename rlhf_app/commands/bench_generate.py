@@ -73,6 +73,9 @@ def generate(
         }
     )
     shared.check_json(as_json)
+    _check_draws(temperature, top_k, top_p)
+    if model == "":
+        raise ConfigError("--model is empty: give a directory or Hub id")
     if model is not None and shape is not None:
         raise ConfigError(f"--model {model} and --shape {shape} are both given: give one of them")
     if shape is not None:
@@ -113,6 +116,15 @@ def generate(
         typer.echo(f"rlhf: bench: {error}", err=True)
     if errors:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_draws(temperature: float, top_k: int, top_p: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"--temperature {temperature:g}: give a number above 0, or --greedy")
+    if top_k < 0:
+        raise ConfigError(f"--top-k {top_k}: give 0 (all tokens) or more")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p {top_p:g}: give a number above 0, at most 1")
 
 
 def _check_kind(

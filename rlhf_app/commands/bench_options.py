@@ -54,6 +54,9 @@ Json = Annotated[
 ]
 
 
+_MOST = 1_000_000  # rows, tokens, repeats: more is a slip
+
+
 def parse_counts(text: str, flag: str) -> tuple[int, ...]:
     """Reads `32,128`.
 
@@ -66,6 +69,8 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
         counts = ()
     if not counts or min(counts) < 1:
         raise ConfigError(f"{flag} {text}: give whole numbers from 1, separated by commas")
+    if max(counts) > _MOST:
+        raise ConfigError(f"{flag} {text}: give at most {_MOST:,}")
     return counts
 
 
@@ -81,6 +86,8 @@ def check_counts(counts: Mapping[str, int]) -> None:
     for flag, count in counts.items():
         if count < 1:
             raise ConfigError(f"{flag} {count}: give at least 1")
+        if count > _MOST:
+            raise ConfigError(f"{flag} {count}: give at most {_MOST:,}")
 
 
 def resolve(model: str, flags: Sequence[tuple[str, object, str]], sets: Sequence[str]) -> RunConfig:
@@ -92,11 +99,17 @@ def resolve(model: str, flags: Sequence[tuple[str, object, str]], sets: Sequence
         sets: values of `--set`.
 
     Raises:
-        ConfigError: a bad setting.
+        ConfigError: a bad setting, or one with a flag of its own.
     """
     from rlhf_app.config.load import Override, load_config, parse_set
 
     overrides = [parse_set(argument) for argument in sets]
+    owners = {key: flag for flag, value, key in flags if value is not None} | {
+        "model.actor": "--model or --shape"
+    }
+    for override in overrides:
+        if override.key in owners:
+            raise ConfigError(f"--set {override.key}: give {owners[override.key]} instead")
     overrides += [Override(key, value, flag) for flag, value, key in flags if value is not None]
     overrides.append(Override("model.actor", model, "--model"))
     return load_config(overrides=overrides).config

@@ -101,7 +101,9 @@ def ppo(
     shared.check_json(as_json)
     if micro_batch is not None and micro_batch_tokens is not None:
         raise ConfigError("--micro-batch and --micro-batch-tokens are both given: give one of them")
-    shared.check_counts({"--iterations": iterations, "--max-slots": max_slots or 1})
+    shared.check_counts(
+        {"--iterations": iterations, "--max-slots": 1 if max_slots is None else max_slots}
+    )
     both = ("ppo.actor", "ppo.critic")
     flags: list[tuple[str, object, str]] = [
         ("--rollout-batch", answers, "ppo.rollout_batch_size"),

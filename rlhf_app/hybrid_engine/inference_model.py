@@ -23,6 +23,7 @@ from rlhf_app.hybrid_engine.fused.choice import FusedChoice
 from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.hybrid_engine.weights import ResidentWeights, Weights
+from rlhf_app.models.surroundings import hooks_within, values_of
 
 
 class InferenceModel:
@@ -184,10 +185,11 @@ class InferenceModel:
     def fingerprint(self) -> Hashable:
         """What a captured forward depends on besides its inputs: equal means that a replay
         reads the weights where they are now."""
-        parameters = tuple(p.data_ptr() for p in self.model.parameters())
-        buffers = tuple(b.data_ptr() for b in self.model.buffers())
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
         plan = None if self._decoder is None else self._decoder.plan
-        return parameters, buffers, lora.rollout_state(self.model), plan
+        around = hooks_within(self.model), tuple(map(values_of, self.configs))
+        return places, lora.rollout_state(self.model), plan, around
 
     @property
     def takes_positions(self) -> bool:

@@ -13,7 +13,7 @@ E hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,15 +22,18 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from rlhf_app.models.surroundings import hooks_of, values_of
 from rlhf_app.training.chunked_logprobs import TokenScores, chunked_logprobs
 
 log = logging.getLogger(__name__)
 
-# Of each probed model: why its head cannot be replaced for a call; None where it can.
-_obstacles: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+# Of each probed model: what stood around its forward, and why its head cannot be replaced for a
+# call; None where it can.
+_probed: WeakKeyDictionary[nn.Module, tuple[Hashable, str | None]] = WeakKeyDictionary()
 _reported: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# What a head returns while the model is probed: a softcap, a scale or a bound would change it.
-_MARKER = (0.5, -3.0, 700.0)
+# Largest of the logits that a head returns while the model is probed: a softcap, a scale, a bound
+# or a mask would change some of them, a cut their number.
+_MARKER = 700.0
 
 
 def score_tokens(
@@ -141,11 +144,13 @@ def _replaceable_head(model: Any, inputs: Mapping[str, Any]) -> nn.Linear | None
     if isinstance(head, str):
         _report(module, head)
         return None
-    if module not in _obstacles:
-        obstacle = _obstacles[module] = _probe(model, head, inputs)
-        if obstacle:
-            _report(module, obstacle)
-    return None if _obstacles[module] else head
+    around = hooks_of(module), hooks_of(head), values_of(getattr(module, "config", None))
+    known = _probed.get(module)
+    if known is None or known[0] != around:
+        known = _probed[module] = around, _probe(model, head, inputs)
+        if known[1]:
+            _report(module, known[1])
+    return None if known[1] else head
 
 
 def _report(module: nn.Module, obstacle: str) -> None:
@@ -177,7 +182,7 @@ def _plain_head(module: nn.Module) -> nn.Linear | str:
     return head
 
 
-def _probe(model: Any, head: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+def _probe(model: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> str | None:
     """Whether the model returns what its head does; if not, why."""
     few = {
         name: value[:1, :2] if isinstance(value, torch.Tensor) else value
@@ -186,14 +191,19 @@ def _probe(model: Any, head: nn.Module, inputs: Mapping[str, Any]) -> str | None
     if "logits_to_keep" in few:
         few["logits_to_keep"] = 1
     device = few["input_ids"].device
-    marker = torch.tensor(_MARKER, device=device)
+    marker_V = torch.linspace(-_MARKER, _MARKER, head.out_features, device=device)
     devices = [device] if device.type == "cuda" else []
+
+    def marked(hidden_BKE: torch.Tensor) -> torch.Tensor:
+        return marker_V.expand(*hidden_BKE.shape[:-1], -1).contiguous()
+
     try:
         # Dropout must not see that there was a forward more.
-        with torch.no_grad(), torch.random.fork_rng(devices), _computing(head, lambda _: marker):
-            returned = model(**few, use_cache=False).logits
+        with torch.no_grad(), torch.random.fork_rng(devices), _computing(head, marked):
+            returned_BKV = model(**few, use_cache=False).logits
     except Exception as error:  # the model indexes its logits, for instance
         return f"it needs logits after its head ({type(error).__name__}: {error})"
-    if returned.shape != marker.shape or not torch.equal(returned.to(marker.dtype), marker):
+    returned_V = returned_BKV.flatten(0, -2)[-1].to(marker_V.dtype)
+    if returned_V.shape != marker_V.shape or not torch.equal(returned_V, marker_V):
         return "it changes logits after its head"
     return None

@@ -115,14 +115,18 @@ def _built(compiler: str) -> Path:
     sources = [path.read_text() for path in sorted(_SOURCES.iterdir())]
     identity = (*sources, compiler, version, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
-    target = directory() / f"{name}.so"
-    if target.is_file():
-        logger.info("compiled CPU kernels: found in %s", target.parent)
-        return target
+    kept = directory()
+    for found in sorted(kept.glob(f"{name}-*.so")):
+        # Loading a file that a crash or a full disk cut short would end the process.
+        if found.stem.rpartition("-")[2] == _digest(found):
+            logger.info("compiled CPU kernels: found in %s", kept)
+            return found
+        logger.info("compiled CPU kernels: %s is damaged and built anew", found)
+        found.unlink(missing_ok=True)
     start = time.perf_counter()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    kept.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Processes that start together each build their own file; the last rename wins.
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=kept)
     os.close(handle)
     try:
         done = subprocess.run(
@@ -131,14 +135,21 @@ def _built(compiler: str) -> Path:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{compiler} failed: {done.stderr}")
+        if not Path(temporary).stat().st_size:
+            raise RuntimeError(f"{compiler} made an empty file")
+        target = kept / f"{name}-{_digest(Path(temporary))}.so"
         os.replace(temporary, target)
     finally:
         Path(temporary).unlink(missing_ok=True)
     logger.info(
         "compiled CPU kernels: built in %.1f s, kept in %s",
-        time.perf_counter() - start, target.parent,
+        time.perf_counter() - start, kept,
     )  # fmt: skip
     return target
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _processor() -> str:

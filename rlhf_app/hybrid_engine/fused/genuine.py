@@ -89,7 +89,7 @@ def whole_table(table: nn.Embedding) -> None:
 
 
 def one_kind(modules: Iterable[nn.Module]) -> None:
-    """Check that all parameters are plain tensors of one dtype on one device.
+    """Check that all parameters are plain contiguous tensors of one dtype on one device.
 
     Raises:
         NotUnderstood: they are not.
@@ -101,6 +101,8 @@ def one_kind(modules: Iterable[nn.Module]) -> None:
                 continue
             if type(parameter) not in (nn.Parameter, torch.Tensor):
                 raise NotUnderstood(f"weights of type {type(parameter).__name__}")
+            if not parameter.is_contiguous():
+                raise NotUnderstood("weights that are not contiguous in memory")
             kinds.add((parameter.dtype, parameter.device))
     if len(kinds) != 1:
         raise NotUnderstood("weights of several dtypes or devices")

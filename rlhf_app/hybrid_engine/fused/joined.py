@@ -86,7 +86,7 @@ def join_storage(model: nn.Module) -> int:
         How many sets of siblings adjoin now that did not before.
     """
     owners: dict[int, int] = {}
-    for parameter in model.parameters():
+    for _, parameter in model.named_parameters(remove_duplicate=False):
         address = parameter.untyped_storage().data_ptr()
         owners[address] = owners.get(address, 0) + 1
     moved = 0
@@ -105,9 +105,11 @@ def join_storage(model: nn.Module) -> int:
 
 def _movable(parameter: torch.Tensor, owners: dict[int, int]) -> bool:
     storage = parameter.untyped_storage()
+    if parameter.device.type == "meta" or parameter.is_shared() != parameter.is_cuda:
+        return False  # other processes look at it
     alone = owners[storage.data_ptr()] == 1
     whole = storage.nbytes() == parameter.numel() * parameter.element_size()
-    return alone and whole and parameter.numel() > 0 and parameter.device.type != "meta"
+    return alone and whole and parameter.numel() > 0
 
 
 def _adjoin(parameters: Sequence[torch.Tensor]) -> None:

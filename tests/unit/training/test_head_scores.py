@@ -267,3 +267,88 @@ def test_bf16_weights(calls):
     assert got.logprobs.dtype == torch.float32
     torch.testing.assert_close(got.logprobs, want[0], atol=1e-5, rtol=0)
     assert calls == [8]
+
+
+class _Cut(tf.LlamaForCausalLM):
+    """The last ids are padding of the table."""
+
+    def forward(self, *arguments, **named):
+        output = super().forward(*arguments, **named)
+        output.logits = output.logits[..., :50]
+        return output
+
+
+class _Masked(tf.LlamaForCausalLM):
+    def forward(self, *arguments, **named):
+        output = super().forward(*arguments, **named)
+        output.logits = output.logits.clone()
+        output.logits[..., 50:] = -1e9
+        return output
+
+
+def _scale(module, inputs, output):
+    return output * 0.5
+
+
+def _hook_on_head(model):
+    model.lm_head.register_forward_hook(_scale)
+
+
+def _hook_on_model(model):
+    def halve(module, inputs, output):
+        output.logits = output.logits * 0.5
+        return output
+
+    model.register_forward_hook(halve)
+
+
+def _replaced_forward(model):
+    own = model.forward
+
+    def forward(*arguments, **named):
+        output = own(*arguments, **named)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = forward
+
+
+def _assert_own_logprobs(model):
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    scored = score_tokens(model, {"input_ids": ids}, torch.arange(4), ids[0, 1:]).logprobs
+    want = model(input_ids=ids).logits[0, :4].float().log_softmax(-1)
+    torch.testing.assert_close(scored, want.gather(1, ids[0, 1:, None])[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [_Cut, _Masked])
+def test_a_cut_or_masked_vocabulary_is_the_models_own(kind, calls):
+    torch.manual_seed(0)
+    model = kind(CONFIGS["llama"]()).eval()
+
+    _assert_own_logprobs(model)
+
+    assert calls == []
+
+
+@pytest.mark.parametrize("change", [_hook_on_head, _hook_on_model, _replaced_forward])
+def test_what_comes_after_the_first_call_is_seen(change, calls):
+    model = build("llama").eval()
+    _assert_own_logprobs(model)
+    assert len(calls) == 1
+    change(model)
+
+    _assert_own_logprobs(model)
+
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"), [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling")]
+)
+def test_a_config_that_changes_is_seen(family, setting, calls):
+    model = build(family).eval()
+    setattr(model.config, setting, None if family == "gemma2" else 1.0)
+    _assert_own_logprobs(model)
+    setattr(model.config, setting, 0.5)
+
+    _assert_own_logprobs(model)

@@ -213,9 +213,63 @@ def test_a_build_is_made_once(monkeypatch, tmp_path, fresh, caplog):
     assert len(list(tmp_path.rglob("*.so"))) == 2
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 31_040], ids=["empty", "cut short"])
+def test_a_damaged_build_is_made_anew(monkeypatch, tmp_path, fresh, size):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled.load() is not None
+    (built,) = tmp_path.rglob("*.so")
+    whole = built.read_bytes()
+    built.unlink()  # this process has it mapped: a truncation would reach there
+    built.write_bytes(whole[:size])
+    compiled.load.cache_clear()
+
+    assert compiled.load() is not None
+
+    assert [path.read_bytes() != whole[:size] for path in tmp_path.rglob("*.so")] == [True]
+
+
+def test_a_compiler_that_makes_nothing_is_one_warning(monkeypatch, tmp_path, fresh, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/true")
+    compiled.find_compiler.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=compiled.logger.name):
+        assert compiled.load() is None
+    assert "made an empty file" in caplog.text
+    assert not list(tmp_path.rglob("*.so"))
+    compiled.find_compiler.cache_clear()
+
+
 def test_the_setting_in_a_deepspeed_block():
     assert parse_block({"enabled": True}).compile_decode == "auto"
     for value in ("auto", True, False):
         assert parse_block({"compile_decode": value}).compile_decode is value
     with pytest.raises(ConfigError, match=r"hybrid_engine\.compile_decode"):
         parse_block({"compile_decode": "sometimes"})
+
+
+def _transposed(weight):
+    return weight.t().contiguous().t()
+
+
+def _part_of_wider(weight):
+    wide = torch.cat([weight, torch.zeros_like(weight)], dim=1)
+    return wide[:, : weight.shape[1]]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [True, False])
+@pytest.mark.parametrize("layout", [_transposed, _part_of_wider])
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.self_attn.q_proj"])
+def test_weights_in_another_layout_are_followed(layout, name, setting, build, prompts, hf_greedy):
+    model = build("llama")
+    generator = Generator(model, HybridEngineSettings(compile_decode=setting))
+    generator.rollout(prompts, SamplingParams(4, greedy=True))
+    weight = model.get_submodule(name).weight
+    weight.data = layout(weight.data * -1.0)
+
+    got = generator.rollout(prompts, SamplingParams(8, greedy=True)).tokens
+
+    assert got == hf_greedy(model, prompts, 8)

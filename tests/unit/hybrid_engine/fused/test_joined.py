@@ -149,3 +149,23 @@ def test_order_only_moves_siblings_together(build):
     assert sum(len(together) > 1 for together in sets) == model.config.num_hidden_layers - 1
     found = [name.split("self_attn.")[1] for name in ordered[start : start + 6]]
     assert found == [f"{x}_proj.{kind}" for kind in ("weight", "bias") for x in "qkv"]
+
+
+def test_a_projection_that_two_layers_share_stays(build):
+    model = build("opt")
+    first, second = [module for module in model.modules() if hasattr(module, "q_proj")][:2]
+    second.q_proj.weight = first.q_proj.weight
+    place = first.q_proj.weight.data_ptr()
+
+    join_storage(model)
+
+    assert first.q_proj.weight.data_ptr() == second.q_proj.weight.data_ptr() == place
+
+
+def test_memory_that_other_processes_see_stays(build):
+    model = build("opt").share_memory()
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+
+    assert join_storage(model) == 0
+
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
