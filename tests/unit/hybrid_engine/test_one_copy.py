@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_app.hybrid_engine import SamplingParams, initialize
+from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.training.distributed import close, setup
 
 pytestmark = pytest.mark.slow
@@ -162,3 +163,31 @@ def _live_bytes():
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _add_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _change_config(model):
+    model.config.rms_norm_eps = 1e-3
+
+
+def _turn_weight(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()  # square: same place, same shape
+
+
+@pytest.mark.parametrize("change", [_add_hook, _change_config, _turn_weight])
+def test_a_captured_forward_is_not_taken_for_a_changed_one(change):
+    model = llama()
+    inference = InferenceModel(model)
+    before = inference.fingerprint()
+    assert inference.fingerprint() == before
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)  # training changes values in place
+    assert inference.fingerprint() == before
+
+    change(model)
+
+    assert inference.fingerprint() != before

@@ -11,6 +11,8 @@ from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import HybridEngine, SamplingParams
 from rlhf_app.hybrid_engine.decode_state import POSITION, DecodeState
 from rlhf_app.hybrid_engine.decode_step import DecodeStep
+from rlhf_app.hybrid_engine.fused.compiled import AUTO_TOKENS, find_compiler
+from rlhf_app.hybrid_engine.fused.compiled_decoder import CompiledDecoder
 from rlhf_app.hybrid_engine.inference_model import InferenceModel
 from rlhf_app.hybrid_engine.rollout_check import RolloutMismatch, answer, check_rollouts, compare
 from rlhf_app.hybrid_engine.training_scores import Answered, training_logprobs
@@ -238,3 +240,22 @@ def test_ranks_try_other_prompts(rank, build, monkeypatch):
     there = Dist(rank=rank, local_rank=0, world_size=1, device=torch.device("cpu"))
     check_rollouts(engine, rows, SamplingParams(4), there)
     assert sorted(map(len, tried[0])) == [[1, 4, 8, 12], [2, 5, 9, 11]][rank]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_the_check_decodes_as_the_runs_rollouts_will(build, monkeypatch):
+    decode = CompiledDecoder._decode
+
+    def wrong(self, ids_BP, positions_BP, step):
+        logits_BV = decode(self, ids_BP, positions_BP, step)
+        # Its own first use, on two rows, must not find it.
+        return logits_BV if len(ids_BP) == 2 else logits_BV.roll(1, dims=1)
+
+    monkeypatch.setattr(CompiledDecoder, "_decode", wrong)
+    engine = engine_of(build("llama"))
+    rows, params = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]], SamplingParams(8)
+    check_rollouts(engine, rows, params, ALONE)  # so few tokens are not compiled for
+
+    with pytest.raises(RolloutMismatch):
+        check_rollouts(engine, rows, params, ALONE, answers=AUTO_TOKENS // 8)
