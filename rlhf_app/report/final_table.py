@@ -74,7 +74,11 @@ def time_table(summary: Mapping[str, Any]) -> Table:
     columns = [facts["seconds"] for facts in stages.values()]
     wall = [facts["wall_seconds"] for facts in stages.values()]
     startup = [facts["startup_seconds"] for facts in stages.values()]
-    table = Table(box=box.SIMPLE_HEAD, title="Where the time goes (seconds)", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="Where the time goes (seconds of each stage's processes)",
+        title_justify="left",
+    )
     table.add_column("")
     for name in (*stages, "all"):
         table.add_column(name, justify="right")
