@@ -5,7 +5,8 @@ Keys, each present when its stage is finished in the run directory:
     stages.<name>.wall_seconds      seconds from the start of the stage's command to its result
     stages.<name>.startup_seconds   launch, data, model and engine of the next
     stages.<name>.seconds           the same by part: launch (processes and imports), data, model
-                                    (loading), engine, training, generation, evaluation, saving
+                                    (loading), engine, training, generation, scoring, evaluation,
+                                    saving
     stages.<name>.artifact          directory of what it made
     stages.<name>.rows.train        rows (PPO: prompts) trained on; rows.eval: held out
     stages.<name>.rows.dropped      reason -> rows left out or cut

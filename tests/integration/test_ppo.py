@@ -127,7 +127,8 @@ def test_artifacts_load_in_plain_transformers_and_results_are_complete(
     assert result["policies"]["sft"]["kl_per_answer"] == 0.0
     assert json.dumps(result["samples"])
     assert set(result["seconds"]) == {
-        "launch", "data", "model", "engine", "training", "generation", "evaluation", "saving",
+        "launch", "data", "model", "engine", "training", "generation", "scoring",
+        "evaluation", "saving",
     }  # fmt: skip
     assert min(result["seconds"].values()) >= 0
     assert sum(result["seconds"].values()) == pytest.approx(result["wall_seconds"], abs=0.01)
