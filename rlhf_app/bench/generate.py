@@ -19,7 +19,6 @@ from rlhf_app.bench.limits import (
     Machine,
     ModelCost,
     fixed_decode_limit,
-    ideal_rows,
     prefill_seconds,
     varied_decode_limit,
 )
@@ -29,6 +28,7 @@ from rlhf_app.bench.step_split import seconds_of, split_decode_step
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, Rollout, SamplingParams
 from rlhf_app.hybrid_engine.memory_use import memory_use, reset_peak
+from rlhf_app.hybrid_engine.refill import ideal_refill
 from rlhf_app.report.bench_generate import EngineRun, GenerateReport, Limit, Row, StepSplit
 
 
@@ -179,7 +179,7 @@ def _limit(
         steps = work.answer_tokens - 1
     else:
         decode = varied_decode_limit(cost, machine, work.prompt_tokens, answers, slots)
-        steps = len(ideal_rows(answers, slots))
+        steps = ideal_refill(answers, slots)
     prefill = prefill_seconds(cost, machine, len(answers), work.prompt_tokens)
     return Limit(decode.kv_seconds, decode.gemm_seconds, decode.weight_seconds, prefill, steps)
 

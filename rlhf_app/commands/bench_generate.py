@@ -9,7 +9,7 @@ import typer
 
 from rlhf_app.commands import bench_options as shared
 from rlhf_app.commands import options
-from rlhf_app.errors import EXIT_FAILED, ConfigError
+from rlhf_app.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_app.bench.generate import GenerateWork
@@ -111,11 +111,7 @@ def generate(
         repeats=repeats,
         seed=config.seed,
     )
-    errors = _measure(config, shape, work, as_json)
-    for error in errors:
-        typer.echo(f"rlhf: bench: {error}", err=True)
-    if errors:
-        raise typer.Exit(EXIT_FAILED)
+    shared.end(_measure(config, shape, work, as_json))
 
 
 def _check_draws(temperature: float, top_k: int, top_p: float) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_app.errors import ConfigError, StageFailed
+from rlhf_app.errors import EXIT_FAILED, ConfigError, StageFailed
 
 if TYPE_CHECKING:
     import torch
@@ -217,3 +217,15 @@ def write(report: Mapping[str, Any], target: str | None, show: Callable[[Console
             Path(target).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {target}: {error.strerror}") from error
+
+
+def end(errors: Sequence[str]) -> None:
+    """Name what could not be measured, if anything, and exit with 1 then.
+
+    Args:
+        errors: a line each.
+    """
+    for error in errors:
+        typer.echo(f"rlhf: bench: {error}", err=True)
+    if errors:
+        raise typer.Exit(EXIT_FAILED)

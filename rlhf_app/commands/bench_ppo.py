@@ -8,7 +8,7 @@ import typer
 
 from rlhf_app.commands import bench_options as shared
 from rlhf_app.commands import options
-from rlhf_app.errors import EXIT_FAILED, ConfigError
+from rlhf_app.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_app.bench.ppo import PPOBench
@@ -170,7 +170,4 @@ def _run(bench: PPOBench, config: RunConfig, as_json: str | None) -> None:
     finally:
         close()
     shared.write(report.as_dict(), as_json, lambda console: print_ppo(console, report))
-    for error in report.errors:
-        typer.echo(f"rlhf: bench: {error}", err=True)
-    if report.errors:
-        raise typer.Exit(EXIT_FAILED)
+    shared.end(report.errors)

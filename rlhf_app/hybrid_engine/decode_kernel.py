@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rlhf_app.hybrid_engine import triton_modules
+
 # Positions read at a time: in long rows more, with more warps, come closer to the bandwidth.
 _BLOCK, _LONG_BLOCK = 64, 128
 _LONG = 1024  # positions that a workspace has room for
@@ -26,14 +28,8 @@ _LEAST_ROWS = 16
 _LARGEST_HEAD = 256
 
 
-@cache
 def _kernels() -> Any:
-    """The compiled module, or None where Triton is missing."""
-    try:
-        from rlhf_app.hybrid_engine import triton_decode
-    except ImportError:
-        return None
-    return triton_decode
+    return triton_modules.kernels("rlhf_app.hybrid_engine.triton_decode")
 
 
 def available(device: torch.device, head_dim: int, value_dim: int) -> bool:

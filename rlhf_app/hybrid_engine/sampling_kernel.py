@@ -11,11 +11,11 @@ that a CUDA graph can hold them.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from rlhf_app.hybrid_engine import triton_modules
 from rlhf_app.hybrid_engine.sampling import SamplingParams
 
 # Tokens of one block of sums: what a warp reads at once in 16-bit logits, 16 bytes a thread.
@@ -30,14 +30,8 @@ _FILTER_BLOCK, _FILTER_WARPS = 4096, 8
 _SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 12}
 
 
-@cache
 def _kernels() -> Any:
-    """The compiled module, or None where Triton is missing."""
-    try:
-        from rlhf_app.hybrid_engine import triton_sampling
-    except ImportError:
-        return None
-    return triton_sampling
+    return triton_modules.kernels("rlhf_app.hybrid_engine.triton_sampling")
 
 
 def available(device: torch.device) -> bool:

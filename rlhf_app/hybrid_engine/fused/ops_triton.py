@@ -7,13 +7,13 @@ ones. What lies between the products is one Triton kernel each.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlhf_app.hybrid_engine import triton_modules
 from rlhf_app.hybrid_engine.fused.joined import joined
 from rlhf_app.hybrid_engine.fused.ops_torch import ACTIVATIONS, TorchOps
 from rlhf_app.hybrid_engine.fused.plan import LayerPlan, Norm
@@ -24,14 +24,8 @@ _GATED_BLOCK = 1024
 _WIDEST = 16_384  # features that one program can normalise
 
 
-@cache
 def _kernels() -> Any:
-    """The compiled module, or None where Triton is missing."""
-    try:
-        from rlhf_app.hybrid_engine.fused import triton_layers
-    except ImportError:
-        return None
-    return triton_layers
+    return triton_modules.kernels("rlhf_app.hybrid_engine.fused.triton_layers")
 
 
 def available(device: torch.device) -> bool:
