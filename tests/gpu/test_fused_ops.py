@@ -166,6 +166,6 @@ def test_torch_operations_serve_where_triton_is_not(build, prompts, monkeypatch)
     fused = Generator(model)
     fused.rollout(prompts, SamplingParams(4))
 
-    decoder = fused._model.fused._decoder
+    decoder = fused._model.fused.used
     assert decoder is not None
     assert type(decoder.ops) is TorchOps
