@@ -67,6 +67,7 @@ def save_causal_lm(
     directory: Path,
     dist: Dist,
     stop_ids: Sequence[int] = (),
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes a causal LM with its tokenizer, chat template and generation config.
 
@@ -82,9 +83,12 @@ def save_causal_lm(
         dist: this process's place.
         stop_ids: become the generation config's EOS ids, so that generation stops where
             training ended its answers; empty leaves them as they are.
+        state: other weights of this model to write in place of its own, as
+            `gather_state_dict` returns them.
     """
     model = unwrap(engine_or_model)
-    state = gather_state_dict(model, dist)
+    if state is None:
+        state = gather_state_dict(model, dist)
     if dist.is_main:
         with atomic_directory(directory) as temporary:
             # Training turned the cache off; a loaded artifact should generate with it.
