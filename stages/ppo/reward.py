@@ -44,8 +44,6 @@ class RewardScorer:
     actor_format: ChatFormat
     own_format: ChatFormat | None = None
 
-    @torch.no_grad()
-    @whole_rows()
     def __call__(
         self,
         answers: Answers,
@@ -55,6 +53,30 @@ class RewardScorer:
     ) -> torch.Tensor:
         """Normalised, clipped scores with the missing-EOS rule applied.
 
+        Arguments and errors as of `raw`.
+
+        Returns:
+            fp32 scores_B on the device of `answers`.
+        """
+        raw_B = self.raw(answers, prompts, responses, stopped)
+        scores_B = self.stats.normalise(raw_B, clip=self.settings.reward_clip)
+        return apply_eos_rule(scores_B, stopped, self.settings)
+
+    def take_means(self) -> dict[str, float]:
+        """Means of single sources, of which there are none: the reward tells this one's."""
+        return {}
+
+    @torch.no_grad()
+    @whole_rows()
+    def raw(
+        self,
+        answers: Answers,
+        prompts: Sequence[PromptExample],
+        responses: Sequence[Sequence[int]],
+        stopped: Sequence[bool],
+    ) -> torch.Tensor:
+        """The model's own scores.
+
         Args:
             answers: layout of `prompts` and `responses` in the actor's ids.
             prompts: the rows' prompts.
@@ -62,20 +84,14 @@ class RewardScorer:
             stopped: whether each answer ends with a stop token.
 
         Returns:
-            fp32 scores_B on the device of `answers`.
+            fp32 raw_B on the device of `answers`.
+
+        Raises:
+            ConfigError: the reward model's chat format refuses a prompt.
         """
         if self.own_format is not None:
             answers = self._reencode(prompts, responses, stopped, answers.input_ids_BL.device)
-        raw_B = answers.at_last(self.model(answers.input_ids_BL, answers.position_ids_BL))
-        scores_B = self.stats.normalise(raw_B, clip=self.settings.reward_clip)
-        if not self.settings.stop_at_eos:
-            return scores_B
-        return penalise_missing_eos(
-            scores_B,
-            to_device(torch.tensor(list(stopped)), scores_B.device),
-            mode=self.settings.missing_eos,
-            penalty=self.settings.missing_eos_penalty,
-        )
+        return answers.at_last(self.model(answers.input_ids_BL, answers.position_ids_BL))
 
     def _reencode(
         self,
@@ -113,3 +129,23 @@ class RewardScorer:
             contexts.append(context[max(0, len(context) + len(answer) - positions) :])
             answers.append(answer)
         return lay_out(contexts, answers, device)
+
+
+def apply_eos_rule(
+    scores_B: torch.Tensor, stopped: Sequence[bool], settings: PPOConfig
+) -> torch.Tensor:
+    """Lower the scores of answers cut by length, unless every answer is meant to be.
+
+    Args:
+        scores_B: scores, normalised and summed up.
+        stopped: whether each answer ends with a stop token.
+        settings: the rule.
+    """
+    if not settings.stop_at_eos:
+        return scores_B
+    return penalise_missing_eos(
+        scores_B,
+        to_device(torch.tensor(list(stopped)), scores_B.device),
+        mode=settings.missing_eos,
+        penalty=settings.missing_eos_penalty,
+    )

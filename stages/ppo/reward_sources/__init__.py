@@ -1,0 +1,1 @@
+"""Where rewards come from: one file for each kind of source, and their sum."""

@@ -1,0 +1,154 @@
+"""Rewards from an HTTP endpoint: POST of prompts and responses, answered with scores."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import logging
+import math
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from rlhf_app.errors import ConfigError
+from rlhf_app.url_secrets import without_secrets
+from stages.ppo.reward_sources.texts import TextAnswers
+
+log = logging.getLogger(__name__)
+
+# A server that is starting, overloaded or behind a broken gateway may well answer later.
+_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LONGEST_WAIT = 30.0
+_LARGEST_ANSWER = 64 * 2**20
+_SHOWN = 120
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would arrive as a GET without its body."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Follow none."""
+
+
+class _Failed(Exception):
+    """One attempt that may go well the next time."""
+
+
+class HttpReward:
+    """Asks an endpoint for the scores of this rank's answers.
+
+    A login in the address is sent as basic authorisation. Proxies are those of the environment
+    (`http_proxy`, `no_proxy`, ...), as urllib finds them.
+
+    Args:
+        url: the address.
+        timeout: seconds that one attempt may take as a whole.
+        retries: further attempts when the endpoint cannot be reached, is too slow, or answers
+            with a status that says "later".
+        first_wait: seconds before the first of them; doubled each time.
+    """
+
+    def __init__(self, url: str, *, timeout: float, retries: int, first_wait: float = 1.0) -> None:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        self._url = urlunsplit((parts.scheme, host, parts.path or "/", parts.query, ""))
+        self._shown = without_secrets(url)
+        self._timeout = timeout
+        self._retries = retries
+        self._first_wait = first_wait
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if parts.username is not None:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            coded = base64.b64encode(login.encode()).decode("ascii")
+            self._headers["Authorization"] = f"Basic {coded}"
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def __call__(self, answers: TextAnswers) -> list[float]:
+        """One finite number an answer.
+
+        Raises:
+            ConfigError: names the address and what came back.
+        """
+        body = json.dumps(
+            {"prompts": answers.prompt_texts, "responses": answers.responses}
+        ).encode()
+        reason = ""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                wait = min(_LONGEST_WAIT, self._first_wait * 2.0 ** (attempt - 1))
+                log.info("reward endpoint %s: %s; again in %g s", self._shown, reason, wait)
+                time.sleep(wait)
+            try:
+                return self._scores(self._post(body), len(answers.responses))
+            except _Failed as error:
+                reason = str(error)
+        raise self._error(f"{reason}, {self._retries + 1} time(s); is the server running?")
+
+    def _post(self, body: bytes) -> bytes:
+        request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        ends = time.monotonic() + self._timeout
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                return self._read(response, ends)
+        except urllib.error.HTTPError as error:
+            if error.code in _RETRIED_STATUS:
+                raise _Failed(f"status {error.code}") from None
+            moved = error.headers.get("Location") if 300 <= error.code < 400 else None
+            hint = f"; it redirects to {without_secrets(moved)}: name that" if moved else ""
+            raise self._error(f"status {error.code}{hint}") from None
+        except (TimeoutError, OSError, http.client.HTTPException) as error:
+            raise _Failed(self._describe(error)) from None
+
+    def _read(self, response: Any, ends: float) -> bytes:
+        """All of an answer. A timeout of sockets alone would let it trickle in for hours."""
+        parts, size = [], 0
+        while part := response.read1(2**16):
+            parts.append(part)
+            size += len(part)
+            if size > _LARGEST_ANSWER:
+                raise self._error(f"an answer of more than {_LARGEST_ANSWER} bytes")
+            if time.monotonic() > ends:
+                raise TimeoutError
+        return b"".join(parts)
+
+    def _describe(self, error: BaseException) -> str:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, TimeoutError):
+            return f"no answer within {self._timeout:g} s"
+        if isinstance(reason, ConnectionRefusedError):
+            return "connection refused"
+        return without_secrets(f"{type(reason).__name__}: {_short(str(reason))}")
+
+    def _scores(self, content: bytes, count: int) -> list[float]:
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            shown = _short(content[: 4 * _SHOWN].decode(errors="replace"))
+            raise self._error(f"no JSON came back but {shown!r}") from None
+        found = [key for key in ("scores", "rewards") if isinstance(answer, dict) and key in answer]
+        if not found:
+            raise self._error(
+                f'expected {{"scores": [...]}}, one number an answer; got {_short(str(answer))}'
+            )
+        values = answer[found[0]]
+        if not isinstance(values, list):
+            raise self._error(f"{found[0]} is no list: {_short(str(values))}")
+        if len(values) != count:
+            raise self._error(f"{len(values)} {found[0]} for {count} answers")
+        for row, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise self._error(f"row {row} scored {_short(repr(value))}, not a number")
+            if not math.isfinite(value):
+                raise self._error(f"row {row} scored {value}, not a finite number")
+        return [float(value) for value in values]
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"reward endpoint {self._shown}: {what}")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
