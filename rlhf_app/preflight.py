@@ -161,6 +161,11 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         for source in sources:
             _check_source(flag, source)
     _check_lengths(config, run)
+    if "ppo" in config.stages and config.ppo.keep_best == "gold" and config.gold.scorer is None:
+        raise ConfigError(
+            "ppo.keep_best = gold: there is no gold scorer; name one with --gold module:function, "
+            "or set ppo.keep_best to reward"
+        )
 
 
 def _check_model(flag: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 <out>/config.yaml manifest.json summary.json
 <out>/<stage>/metrics.jsonl result.json logs/rank0.log error_rank0.json
+<out>/ppo/samples.jsonl
 <out>/sft/model/  <out>/reward/model/  <out>/ppo/actor/  <out>/ppo/critic/
 <out>/embedded/   the built-in model and data, when the run uses them
 """
@@ -58,6 +59,11 @@ class RunDirectory:
     def critic(self) -> Path:
         """PPO's second product."""
         return self.stage("ppo") / "critic"
+
+    @property
+    def samples(self) -> Path:
+        """Held-out answers of PPO's policy, one JSON object a line, from every evaluation."""
+        return self.stage("ppo") / "samples.jsonl"
 
     def metrics(self, stage: JobName) -> Path:
         """One JSON object a line, written as training goes."""

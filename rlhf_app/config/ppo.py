@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rlhf_app.config.keep_best import check_keep_best
 from rlhf_app.config.section import Section
 from rlhf_app.config.trainable import CriticSettings, PolicySettings
 
@@ -70,5 +71,29 @@ class PPOConfig(Section):
     critic_warmup_updates: int = Field(0, ge=0, description="First updates train the critic only.")
     eval_every: int = Field(0, ge=0, description="Updates between evaluations; 0: start and end.")
     eval_prompts: int = Field(256, ge=1, description="At most this many prompts an evaluation.")
-    samples: int = Field(4, ge=0, description="Prompts shown side by side in the final table.")
+    keep_best: Literal["reward", "gold"] | None = Field(
+        None,
+        description="The artifacts hold the weights of the evaluation that was best by this; gold "
+        "needs --gold. Unset: the last weights.",
+    )
+    keep_best_max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Of keep_best: evaluations with more nats of KL per answer do not count.",
+    )
+    samples: int = Field(
+        4,
+        ge=0,
+        description="Held-out prompts whose answers are in samples.jsonl and the final table.",
+    )
     save_critic: bool = Field(True, description="Write the critic beside the actor.")
+
+    @model_validator(mode="after")
+    def _best_of_several_evaluations(self) -> Self:
+        check_keep_best(self.keep_best, self.eval_every, "updates")
+        if self.keep_best_max_kl is not None and self.keep_best is None:
+            raise ValueError(
+                "keep_best_max_kl limits what keep_best may choose, which is unset: set keep_best "
+                "to reward or gold, or leave keep_best_max_kl unset"
+            )
+        return self

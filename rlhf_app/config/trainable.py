@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_app.config.keep_best import check_keep_best
 from rlhf_app.config.lora import CriticLora, LoraSettings, PolicyLora
 from rlhf_app.config.section import Section
 
@@ -80,8 +81,18 @@ class SFTConfig(TrainableSettings):
         "micro_batch_size; a longer sequence runs alone. The objective is the same.",
     )
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
+    keep_best: Literal["loss"] | None = Field(
+        None,
+        description="The artifact holds the weights of the evaluation that was best by this. "
+        "Unset: the last weights.",
+    )
     samples: int = Field(4, ge=0, description="Held-out prompts answered after training.")
     sample_tokens: int = Field(64, ge=1, description="Tokens of each such answer.")
+
+    @model_validator(mode="after")
+    def _best_of_several_evaluations(self) -> Self:
+        check_keep_best(self.keep_best, self.eval_every, "optimizer steps")
+        return self
 
 
 class RewardConfig(TrainableSettings):
@@ -99,6 +110,11 @@ class RewardConfig(TrainableSettings):
         "place of micro_batch_size; a longer pair runs alone. The objective is the same.",
     )
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0: ends.")
+    keep_best: Literal["accuracy", "loss"] | None = Field(
+        None,
+        description="The artifact holds the weights of the evaluation that was best by this. "
+        "Unset: the last weights.",
+    )
     loss: Literal["final_token", "token_wise"] = Field(
         "final_token",
         description="-log sigmoid of the score gap at the last token, or DeepSpeed-Chat's mean "
@@ -109,6 +125,11 @@ class RewardConfig(TrainableSettings):
     )
     use_margin: bool = Field(True, description="Subtract a row's margin where the data has one.")
     std_floor: float = Field(0.01, gt=0, description="Least std used to normalise scores.")
+
+    @model_validator(mode="after")
+    def _best_of_several_evaluations(self) -> Self:
+        check_keep_best(self.keep_best, self.eval_every, "optimizer steps")
+        return self
 
 
 class PolicySettings(TrainableSettings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from rlhf_app.hybrid_engine import Generator, HybridEngine
 from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.scorers import Scorer
 from rlhf_app.training.accumulate import NonFiniteError
+from rlhf_app.training.correlation import correlation
 from rlhf_app.training.distributed import Dist
 from stages.ppo.batching import score_batches
 from stages.ppo.experience import Answers, AnswerTable
@@ -27,44 +28,71 @@ from stages.ppo.rollout import sampling_params
 EVALUATION_STEP = 2**30
 
 
-@dataclass(frozen=True)
-class PolicyReport:
-    """Means over the held-out prompts.
+@dataclass(frozen=True, slots=True)
+class HeldOutAnswer:
+    """One held-out answer.
 
     Attributes:
+        uid: the prompt's place in the list of held-out prompts.
+        text: decoded.
+        tokens: ids, EOS included.
+        stopped: ends with a stop token.
         reward: normalised, clipped score of the reward model, missing-EOS rule applied.
-        gold: mean of the independent scorer, or None.
-        kl_per_answer: sum over tokens of log pi - log pi_ref, mean over answers, nats.
-        distinct_3: distinct token trigrams over all trigrams of all answers.
-        answer_length: tokens, EOS included.
-        eos_rate: share of answers that end with a stop token.
-        answers: decoded, in prompt order.
+        kl: sum over its tokens of log pi - log pi_ref, nats.
+        entropy: of the policy, summed over its tokens, nats.
+        gold: of the independent scorer, or None.
     """
-
-    reward: float
-    gold: float | None
-    kl_per_answer: float
-    distinct_3: float
-    answer_length: float
-    eos_rate: float
-    answers: list[str]
-
-    def numbers(self) -> dict[str, float]:
-        """The scalar fields that are known, for the metrics file."""
-        return {k: v for k, v in asdict(self).items() if isinstance(v, float)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One held-out answer, with `uid` its place in the list of prompts."""
 
     uid: int
     text: str
     tokens: list[int]
     stopped: bool
-    score: float
+    reward: float
     kl: float
+    entropy: float
     gold: float | None
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """Numbers of a policy on the held-out prompts, one answer each.
+
+    Attributes:
+        reward: mean reward.
+        reward_std: its standard deviation over answers, population form.
+        gold: mean of the independent scorer, or None.
+        kl_per_answer: mean over answers of the sum over tokens, nats.
+        entropy: mean over tokens, nats.
+        distinct_3: distinct token trigrams over all trigrams of all answers.
+        answer_length: tokens, EOS included.
+        eos_rate: share of answers that end with a stop token.
+        reward_length_correlation: Pearson's, over answers; None where one of them is the same
+            for all.
+        gold_length_correlation: the same for gold.
+        rows: the answers, in the order of the prompts.
+    """
+
+    reward: float
+    reward_std: float
+    gold: float | None
+    kl_per_answer: float
+    entropy: float
+    distinct_3: float
+    answer_length: float
+    eos_rate: float
+    reward_length_correlation: float | None
+    gold_length_correlation: float | None
+    rows: list[HeldOutAnswer]
+
+    @property
+    def answers(self) -> list[str]:
+        """Decoded, in the order of the prompts."""
+        return [row.text for row in self.rows]
+
+    def numbers(self) -> dict[str, float]:
+        """The scalar fields that are known, for the metrics file."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, float)}
 
 
 def distinct_n(answers: Sequence[Sequence[int]], n: int = 3) -> float:
@@ -124,12 +152,13 @@ def evaluate_policy(
     if gold and count:
         golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
     table = AnswerTable([p.input_ids for p in mine], rollout.tokens, dist.device)
-    kl_N, scores_N = torch.zeros(2, len(mine), device=dist.device)
+    kl_N, entropy_N, scores_N = torch.zeros(3, len(mine), device=dist.device)
     for rows in score_batches(table.lengths, ppo, dist):
         answers = table.layout(rows)
-        logprobs_BT, reference_BT = _both_logprobs(policy, models, answers, ppo)
+        logprobs_BT, entropy_BT, reference_BT = _both_logprobs(policy, models, answers, ppo)
         kl_BT = torch.where(answers.action_mask_BT, logprobs_BT - reference_BT, 0.0)
         kl_N.index_copy_(0, answers.rows_B, kl_BT.sum(dim=1))
+        entropy_N.index_copy_(0, answers.rows_B, entropy_BT.sum(dim=1))
         scores_B = models.scorer(
             answers,
             [mine[row] for row in rows],
@@ -137,39 +166,74 @@ def evaluate_policy(
             [rollout.stopped[row] for row in rows],
         )
         scores_N.index_copy_(0, answers.rows_B, scores_B)
-    columns = (uids, texts, rollout.tokens, rollout.stopped, scores_N.tolist(), kl_N.tolist())
-    per_answer = [_Answer(*row) for row in zip(*columns, golds, strict=True)]
+    columns = zip(
+        uids,
+        texts,
+        rollout.tokens,
+        rollout.stopped,
+        scores_N.tolist(),
+        kl_N.tolist(),
+        entropy_N.tolist(),
+        golds,
+        strict=True,
+    )
+    per_answer = [HeldOutAnswer(*row) for row in columns]
     return _report([row for part in dist.gather_objects(per_answer[:count]) for row in part])
 
 
 @whole_rows()
 def _both_logprobs(
     policy: Any, models: PPOModels, answers: Answers, ppo: PPOConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the policy and of the reference, computed once where they are the same."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy of the policy, and log-probs of the reference, all fp32 [B, T].
+
+    They are computed once where the two are the same.
+    """
     how: dict[str, Any] = {"temperature": ppo.temperature, "suppress_ids": models.suppress_ids}
-    logprobs_BT, _ = score_policy(policy, answers, **how)
+    logprobs_BT, entropy_BT = score_policy(policy, answers, with_entropy=True, **how)
+    assert entropy_BT is not None
     if policy is models.reference:
-        return logprobs_BT, logprobs_BT
-    return logprobs_BT, score_policy(models.reference, answers, **how)[0]
+        return logprobs_BT, entropy_BT, logprobs_BT
+    return logprobs_BT, entropy_BT, score_policy(models.reference, answers, **how)[0]
 
 
-def _report(answers: list[_Answer]) -> PolicyReport:
-    answers = sorted(answers, key=lambda a: a.uid)
-    bad = [a for a in answers if not (math.isfinite(a.score) and math.isfinite(a.kl))]
+def _report(rows: list[HeldOutAnswer]) -> PolicyReport:
+    """The numbers of all ranks' answers; sums run in the order of the prompts."""
+    rows = sorted(rows, key=lambda row: row.uid)
+    bad = [r for r in rows if not (math.isfinite(r.reward) and math.isfinite(r.kl))]
     if bad:
         raise NonFiniteError(
-            f"{len(bad)} of {len(answers)} held-out answers have a score or KL that is not finite: "
+            f"{len(bad)} of {len(rows)} held-out answers have a score or KL that is not finite: "
             "check the reward model and the actor's weights"
         )
-    count = len(answers)
-    golds = [a.gold for a in answers if a.gold is not None]
+    count = len(rows)
+    tokens = sum(len(row.tokens) for row in rows)
+    reward = sum(row.reward for row in rows) / count
+    golds = [row.gold for row in rows if row.gold is not None]
     return PolicyReport(
-        reward=sum(a.score for a in answers) / count,
+        reward=reward,
+        reward_std=math.sqrt(sum((row.reward - reward) ** 2 for row in rows) / count),
         gold=sum(golds) / count if golds else None,
-        kl_per_answer=sum(a.kl for a in answers) / count,
-        distinct_3=distinct_n([a.tokens for a in answers]),
-        answer_length=sum(len(a.tokens) for a in answers) / count,
-        eos_rate=sum(a.stopped for a in answers) / count,
-        answers=[a.text for a in answers],
+        kl_per_answer=sum(row.kl for row in rows) / count,
+        entropy=sum(row.entropy for row in rows) / max(tokens, 1),
+        distinct_3=distinct_n([row.tokens for row in rows]),
+        answer_length=tokens / count,
+        eos_rate=sum(row.stopped for row in rows) / count,
+        reward_length_correlation=_with_length([row.reward for row in rows], rows),
+        gold_length_correlation=_with_length(golds, rows) if golds else None,
+        rows=rows,
     )
+
+
+def _with_length(scores: Sequence[float], rows: Sequence[HeldOutAnswer]) -> float | None:
+    """Correlation of a score of each answer with the answer's tokens."""
+    lengths = [len(row.tokens) for row in rows]
+    found = correlation(
+        len(rows),
+        math.fsum(scores),
+        sum(lengths),
+        math.fsum(s * s for s in scores),
+        sum(n * n for n in lengths),
+        math.fsum(s * n for s, n in zip(scores, lengths, strict=True)),
+    )
+    return None if math.isnan(found) else found

@@ -20,28 +20,25 @@ import logging
 import math
 import time
 from collections import Counter
-from typing import Any, Literal
 
 from data_sources.examples import prompt_examples
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
-from rlhf_app.hybrid_engine import Generator
 from rlhf_app.hybrid_engine.rollout_check import check_rollouts
 from rlhf_app.models.limits import check_vocabulary
-from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
-from rlhf_app.scorers import load_scorer
 from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.training.best import BestWeights
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
-from stages.ppo.evaluate import PolicyReport, evaluate_policy
-from stages.ppo.models import assemble, load_parts
+from stages.ppo.held_out import HeldOut
+from stages.ppo.models import PPOModels, assemble, load_parts
 from stages.ppo.prompts import PromptStream, rank_uids
 from stages.ppo.rollout import collect, sampling_params
 from stages.ppo.update import update_models
@@ -91,16 +88,19 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     clock.lap("data")
     stream = PromptStream(prompts, config.seed)
     uids = rank_uids(ppo, dist)
-    gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
     metrics = MetricsWriter(run.metrics("ppo"), enabled=dist.is_main)
 
-    def evaluate(sampler: Any, policy: Any) -> PolicyReport:
-        return evaluate_policy(
-            sampler, policy, models, held_out, ppo, dist, gold=gold, seed=config.seed
-        )
-
-    def record(kind: Literal["train", "eval"], update: int, numbers: dict[str, float]) -> None:
-        metrics.write(kind=kind, step=update, total_steps=updates, **numbers)
+    evaluations = HeldOut(
+        models,
+        held_out,
+        config,
+        dist,
+        metrics=metrics,
+        samples=run.samples,
+        updates=updates,
+    )
+    limits = {} if ppo.keep_best_max_kl is None else {"kl_per_answer": ppo.keep_best_max_kl}
+    best = BestWeights(ppo.keep_best, at_most=limits, setting="ppo.keep_best")
 
     def check() -> dict[str, float]:
         """Nothing trains on rollouts that do not sample the policy in training."""
@@ -113,14 +113,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     checks = [check()] if config.hybrid_engine.enabled else []
     clock.lap("engine")
     # The actor has the reference's weights still: one scoring is enough.
-    before = evaluate(models.actor, models.reference)
-    record("eval", 0, before.numbers())
-    base = (
-        before
-        if inputs["base"] == inputs["actor"]
-        else _evaluate_base(config, inputs["base"], dist, evaluate)
-    )
-    report = before
+    before = report = evaluations.evaluate(0, models.reference)
+    same = inputs["base"] == inputs["actor"]
+    base = before if same else evaluations.evaluate_base(inputs["base"])
     clock.lap("evaluation")
 
     for update in range(1, updates + 1):
@@ -153,7 +148,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             "train_seconds": ended - train_began,
         }
         numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]
-        record("train", update, numbers)
+        metrics.write(kind="train", step=update, total_steps=updates, **numbers)
         models.actor.eval()  # ends the iteration that the engine's breakdown describes
         log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
         if update == 1 and checks and ppo.actor.lora.enabled:
@@ -162,28 +157,22 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         clock.move(numbers["generate_seconds"], "training", "generation")
         clock.move(numbers["score_seconds"], "training", "scoring")
 
-        # 6. Evaluate on held-out prompts.
-        if update == updates or (ppo.eval_every and update % ppo.eval_every == 0):
-            report = evaluate(models.actor, models.actor)
-            record("eval", update, report.numbers())
+        # 6. Evaluate on held-out prompts; the last or the best weights become the artifacts.
+        last = update == updates
+        if last or (ppo.eval_every and update % ppo.eval_every == 0):
+            latest = evaluations.evaluate(update, models.actor)
             clock.lap("evaluation")
+            if best.offer(update, latest.numbers(), last=last):
+                report = latest
+                _save(models, run, dist, with_critic=ppo.save_critic)
+                clock.lap("saving")
 
-    save_causal_lm(
-        models.actor,
-        models.tokenizer,
-        run.artifact("ppo"),
-        dist,
-        stop_ids=models.chat_format.stop_ids,
-    )
-    if ppo.save_critic:
-        # Its outputs are on the normalised scale already: no statistics to apply.
-        save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())
-    clock.lap("saving")
     if dist.is_main:
         reports = {"base": base, "sft": before, "ppo": report}
         result = {
             **clock.result(),
             "updates": updates,
+            **best.result(),
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
             "rollout_checks": checks,
             "policies": {name: report.numbers() for name, report in reports.items()},
@@ -195,14 +184,15 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         atomic_write_json(run.result("ppo"), result)
 
 
-def _evaluate_base(config: RunConfig, path: str, dist: Dist, evaluate: Any) -> PolicyReport:
-    """Evaluate the base model that SFT started from, then let go of it."""
-    model = load_causal_lm(
-        path,
-        dtype=resolve_dtype(config.model.dtype, dist.device),
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
-        device=dist.device,
-    ).eval()
-    report: PolicyReport = evaluate(Generator(model, config.hybrid_engine), model)
-    return report
+def _save(models: PPOModels, run: RunDirectory, dist: Dist, *, with_critic: bool) -> None:
+    """Put the weights of actor and critic in the place of those saved earlier."""
+    save_causal_lm(
+        models.actor,
+        models.tokenizer,
+        run.artifact("ppo"),
+        dist,
+        stop_ids=models.chat_format.stop_ids,
+    )
+    if with_critic:
+        # Its outputs are on the normalised scale already: no statistics to apply.
+        save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())
