@@ -52,9 +52,14 @@ def score_batches(lengths: Sequence[int], ppo: PPOConfig, dist: Dist) -> list[li
     Returns:
         Rows of each batch, none empty; the same number on every rank.
     """
+    parts = cut_rows(lengths, score_limit(ppo, dist))
+    return split_to(parts, lengths, dist.max(len(parts)))
+
+
+def score_limit(ppo: PPOConfig, dist: Dist) -> BatchLimit:
+    """What one forward without gradients may hold on this device."""
     factor = _SCORED_AT_ONCE if dist.device.type == "cuda" else 1
     limit = BatchLimit(ppo.micro_batch_size, ppo.micro_batch_tokens).times(factor)
     if ppo.score_batch_tokens is not None:
         limit = BatchLimit(limit.rows, ppo.score_batch_tokens)
-    parts = cut_rows(lengths, limit)
-    return split_to(parts, lengths, dist.max(len(parts)))
+    return limit
