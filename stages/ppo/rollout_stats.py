@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_app.training.accumulate import NonFiniteError
+from rlhf_app.training.correlation import correlation
 from rlhf_app.training.distributed import Dist
 from stages.ppo.advantages import moments
 
@@ -51,12 +52,15 @@ def rollout_sums(
     mask_NT = scored.mask_NT
     gap_NT = torch.where(mask_NT, (scored.sampled_NT - scored.old_NT).abs(), 0.0)
     scores_N = scored.scores_N.double()
+    lengths_N = mask_NT.sum(dim=1).double()
     # Explained variance needs the moments of the returns and of their residuals.
     _, returns, return_squares = moments(returns_NT, mask_NT)
     _, residual, residual_squares = moments(returns_NT - scored.values_NT, mask_NT)
     return {
         "score": scores_N.sum(),
         "score_squares": scores_N.square().sum(),
+        "length_squares": lengths_N.square().sum(),
+        "score_lengths": (scores_N * lengths_N).sum(),
         "kl": kl_NT.double().sum(),
         "entropy": torch.where(mask_NT, scored.entropy_NT, 0.0).double().sum(),
         "logprob_gap": gap_NT.double().sum(),
@@ -111,6 +115,14 @@ class RolloutStats:
             "entropy": sums["entropy"] / tokens,
             "answer_length": tokens / answers,
             "eos_rate": sums["stopped"] / answers,
+            "reward_length_correlation": correlation(
+                answers,
+                sums["score"],
+                sums["tokens"],
+                sums["score_squares"],
+                sums["length_squares"],
+                sums["score_lengths"],
+            ),
             "explained_variance": 1.0 - residual_variance / max(return_variance, 1e-12),
             "logprob_gap_mean": sums["logprob_gap"] / tokens,
             "logprob_gap_max": max(dist.gather_objects(self.sums["max_logprob_gap"])),

@@ -41,6 +41,8 @@ def update_models(
     Returns:
         Means over the optimizer steps, for the log; and seconds on this rank, summed over the
         steps: actor_forward_backward_seconds, critic_forward_backward_seconds, step_seconds.
+        target_kl_step where target_kl ended the update: the actor step after which it did. That
+        step's KL is a mean over all ranks, which therefore stop together.
 
     Raises:
         NonFiniteError: on every rank, before the optimizer step that would have used it.
@@ -97,7 +99,7 @@ def update_models(
             )
             log.actor(stats, tokens)
             if ppo.target_kl is not None and stats.sums["approx_kl"] / tokens > ppo.target_kl:
-                return log.means() | clock.named()
+                return log.means() | clock.named() | {"target_kl_step": log.actor_steps}
     return log.means() | clock.named()
 
 
@@ -129,9 +131,14 @@ class _UpdateLog:
             }
         )
 
+    @property
+    def actor_steps(self) -> int:
+        """Steps of the actor so far."""
+        return len(self._actor)
+
     def means(self) -> dict[str, float]:
         means = _means(self._critic) | _means(self._actor)
-        means["optimizer_steps"] = len(self._actor)
+        means["optimizer_steps"] = self.actor_steps
         if self._actor:
             # Before the first step the policy is the one that sampled: exactly 1.
             means["first_ratio"] = self._actor[0]["ratio"]
