@@ -13,12 +13,14 @@ from typing import Literal
 import rlhf_app
 from rlhf_app.config.keys import flatten
 from rlhf_app.config.lora import LORA_GROUPS
+from rlhf_app.config.rewards import RewardSource
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.files import atomic_write_json
+from rlhf_app.url_secrets import without_secrets
 
 # Raised whenever the manifest or a stage's result.json changes.
 _FORMAT = 2
@@ -144,6 +146,8 @@ def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
         if key in own:
             sources: tuple[SourceConfig, ...] = getattr(config.data, key.removeprefix("data."))
             own[key] = [_source_settings(source) for source in sources]
+    if stage == "ppo":
+        own["ppo.rewards"] = [_reward_settings(source) for source in config.ppo.rewards]
     return own
 
 
@@ -151,6 +155,17 @@ def _source_settings(source: SourceConfig) -> dict[str, object]:
     values = source.model_dump(mode="json")
     if Path(source.path).expanduser().exists():
         values.pop("path")
+    return values
+
+
+def _reward_settings(source: RewardSource) -> dict[str, object]:
+    """A source without its secrets, and without the name of what its content tells."""
+    values = {
+        key: without_secrets(value) if isinstance(value, str) else value
+        for key, value in source.model_dump(mode="json").items()
+    }
+    if source.classifier and Path(source.classifier).expanduser().exists():
+        values["classifier"] = "local"
     return values
 
 
@@ -168,6 +183,10 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
     scorer = (config.gold.scorer or "").rpartition(":")[0]
     if stage == "ppo" and scorer.endswith(".py"):
         hashes["gold.scorer"] = content_hash(scorer)
+    if stage == "ppo":
+        for index, rewards in enumerate(config.ppo.rewards):
+            if rewards.local_path:
+                hashes[f"ppo.rewards[{index}]"] = content_hash(rewards.local_path)
     return hashes
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_config
+from rlhf_app.reward_checks import check_rewards, check_scorer
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 
-_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-_SCORER = re.compile(rf"({_DOTTED}|.+\.py):{_DOTTED}")
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 
 
@@ -51,7 +49,8 @@ def check_sizes(config: RunConfig, num_processes: int) -> None:
     _check_optimizers(config)
     _check_engine(config, num_processes)
     if config.gold.scorer is not None:
-        _check_scorer(config.gold.scorer)
+        check_scorer("--gold", config.gold.scorer)
+    check_rewards(config)
 
 
 def _check_optimizers(config: RunConfig) -> None:
@@ -92,30 +91,6 @@ def _check_engine(config: RunConfig, num_processes: int) -> None:
             f"hybrid_engine.max_out_tokens = {limit}: ppo.max_prompt_length + "
             f"ppo.max_response_length need {row}; set it to at least {row}, or to null"
         )
-
-
-def _check_scorer(scorer: str) -> None:
-    if _SCORER.fullmatch(scorer) is None:
-        raise ConfigError(
-            f"--gold {scorer}: expected module:function or file.py:function, for example "
-            "my_scores:politeness"
-        )
-    source = scorer.rpartition(":")[0]
-    if source.endswith(".py") and not _is_file(Path(source).expanduser()):
-        raise ConfigError(f"--gold {scorer}: no file {source}")
-    from rlhf_app.scorers import load_scorer  # runs the user's code, so only when there is some
-
-    try:
-        load_scorer(scorer)
-    except ConfigError as error:
-        raise ConfigError(f"--gold {scorer}: {str(error).partition(': ')[2]}") from error
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name too long for a file
-        return False
 
 
 def _check_divides(key: str, size: int, factors: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlhf_app.config.rewards import uses_model
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
@@ -111,6 +112,8 @@ def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
         ("--reward-model", config.model.reward or ""),
         ("--gold", (config.gold.scorer or "").rpartition(":")[0]),
     ]
+    for source in config.ppo.rewards:
+        named.append(("--reward-source", source.local_path))
     for flag, sources in (
         ("--data", data.sources),
         ("--sft-data", data.sft),
@@ -169,6 +172,8 @@ def _check_upstream(config: RunConfig, run: RunDirectory, manifest: Manifest) ->
         record = manifest.stages.get(stage)
         later = any(STAGES.index(chosen) > STAGES.index(stage) for chosen in config.stages)
         if model is None or stage in config.stages or not later or record is None:
+            continue
+        if stage == "reward" and not uses_model(config.ppo.rewards):
             continue
         made_from = record.inputs.get("input model")
         if _is_finished(run, stage, record) and made_from != content_hash(model):

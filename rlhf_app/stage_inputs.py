@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_app.config.rewards import uses_model
 from rlhf_app.config.schema import RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.hub_names import is_local_path
@@ -23,7 +24,8 @@ def stage_inputs(config: RunConfig, run: RunDirectory, stage: StageName) -> dict
 
     Returns:
         sft `{"model"}`; reward `{"model"}` (the base of the RM); ppo
-        `{"actor", "reward", "base"}`.
+        `{"actor", "reward", "base"}`, without "reward" where `ppo.rewards` does not name the
+        reward model.
 
     Raises:
         ConfigError: a model is needed that is neither named nor made by this run.
@@ -36,14 +38,16 @@ def stage_inputs(config: RunConfig, run: RunDirectory, stage: StageName) -> dict
     policy = str(run.artifact("sft")) if _made(config, run, "sft") else base
     if stage == "reward":
         return {"model": config.model.reward or default_reward_base(base) or policy}
+    if not uses_model(config.ppo.rewards):
+        return {"actor": policy, "base": base}
     if _made(config, run, "reward"):
         reward = str(run.artifact("reward"))
     elif config.model.reward is not None:
         reward = config.model.reward
     else:
         raise ConfigError(
-            "PPO needs a reward model: run the reward stage into the same --output-dir, or "
-            "name one with --reward-model"
+            "PPO needs a reward model: run the reward stage into the same --output-dir, "
+            "name one with --reward-model, or another source with --reward-source"
         )
     return {"actor": policy, "reward": reward, "base": base}
 

@@ -104,6 +104,17 @@ Gold = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
+RewardSourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward-source",
+        metavar="SPEC",
+        help="What PPO maximises instead of the reward model alone (repeatable, summed; "
+        "SPEC=weight): model, FILE.py:FUNCTION, MODULE:FUNCTION, http://ADDRESS, or a sequence "
+        "classifier's directory or Hub id.",
+        rich_help_panel=_MODELS,
+    ),
+]
 Deployment = Annotated[
     str | None,
     typer.Option(
@@ -198,6 +209,7 @@ _PLAIN: Mapping[str, tuple[str, ...]] = {
     "actor_zero_stage": ("sft.zero_stage", "ppo.actor.zero_stage"),
     "lora_rank": ("lora.rank",),
     "reward_zero_stage": ("reward.zero_stage", "ppo.critic.zero_stage"),
+    "reward_source": ("ppo.rewards",),
     "data": ("data.sources",),
     "data_split": ("data.split",),
     "sft_data": ("data.sft",),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def train(
     actor_model: options.ActorModel = None,
     reward_model: options.RewardModel = None,
+    reward_source: options.RewardSourceOption = None,
     actor_zero_stage: options.ActorZero = None,
     reward_zero_stage: options.RewardZero = None,
     lora_rank: options.LoraRank = None,
@@ -82,6 +83,7 @@ def execute(flags: options.Flags) -> None:
 
 def _without_effect(config: RunConfig) -> list[str]:
     from rlhf_app.config.lora import settings_without_effect
+    from rlhf_app.config.rewards import rewards_without_effect
 
     groups = {
         "sft": config.sft.lora,
@@ -89,4 +91,4 @@ def _without_effect(config: RunConfig) -> list[str]:
         "ppo.actor": config.ppo.actor.lora,
         "ppo.critic": config.ppo.critic.lora,
     }
-    return settings_without_effect(groups, config.lora)
+    return [*settings_without_effect(groups, config.lora), *rewards_without_effect(config)]

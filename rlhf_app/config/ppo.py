@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_app.config.keep_best import check_keep_best
+from rlhf_app.config.rewards import ONLY_MODEL, RewardSources
 from rlhf_app.config.section import Section
 from rlhf_app.config.trainable import CriticSettings, PolicySettings
 
@@ -58,7 +59,14 @@ class PPOConfig(Section):
     whiten_advantages: bool = Field(
         True, description="(A - mean)/(std + 1e-8) over all action tokens of all ranks."
     )
-    reward_clip: float = Field(5.0, gt=0, description="Normalised scores are clipped to +-this.")
+    rewards: RewardSources = Field(
+        ONLY_MODEL,
+        description="Sources of the score, summed with their weights: model (stage 2's), a "
+        "classifier, a function or an HTTP address; see docs/rewards.md.",
+    )
+    reward_clip: float = Field(
+        5.0, gt=0, description="Normalised scores of the reward model are clipped to +-this."
+    )
     missing_eos: Literal["subtract", "replace", "ignore"] = Field(
         "subtract", description="What an answer cut by length loses."
     )

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhf_app.config.keys import all_fields, did_you_mean
+from rlhf_app.url_secrets import without_secrets
 
 _LONGEST_VALUE = 80
 _VALUES = reprlib.Repr()  # never writes a large value out whole, only to cut it
@@ -54,7 +55,7 @@ def _line(key: str, details: list[ErrorDetails], origins: Mapping[str, str]) -> 
         return _expected(first)
     wanted = dict.fromkeys(_expected(detail) for detail in details)
     expected = " or ".join(wanted).replace(" or expected ", " or ")
-    value = _VALUES.repr(first["input"])
+    value = without_secrets(_VALUES.repr(first["input"]))
     if len(value) > _LONGEST_VALUE:
         value = value[:_LONGEST_VALUE] + "..."
     return f"{key} = {value}{came_from}: {expected}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -17,6 +17,10 @@ from pydantic import (
 )
 
 from rlhf_app.config.section import Location, Section
+from rlhf_app.url_secrets import without_secrets
+
+if TYPE_CHECKING:
+    from rlhf_app.config.schema import RunConfig
 
 RewardKind = Literal["model", "classifier", "function", "http"]
 ClassifierInput = Literal["auto", "template", "pair", "text"]
@@ -92,6 +96,18 @@ class RewardSource(Section):
     def kind(self) -> RewardKind:
         """Which of the four it is."""
         return next(kind for kind in _KINDS if getattr(self, kind))
+
+    @property
+    def local_path(self) -> str:
+        """The file or directory (or Hub id) whose content gives the scores, or an empty text."""
+        if self.function is not None and self.function.rpartition(":")[0].endswith(".py"):
+            return self.function.rpartition(":")[0]
+        return self.classifier or ""
+
+    @property
+    def shown(self) -> str:
+        """What it reads, without secrets."""
+        return without_secrets(self.function or self.classifier or self.http or "model")
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardSource:
@@ -200,6 +216,18 @@ ONLY_MODEL: tuple[RewardSource, ...] = (RewardSource(model=True),)
 def uses_model(sources: tuple[RewardSource, ...]) -> bool:
     """Whether the model of stage 2 is among the sources."""
     return any(source.model for source in sources)
+
+
+def rewards_without_effect(config: RunConfig) -> list[str]:
+    """A line for each reward model that is trained or named but scores nothing."""
+    if "ppo" not in config.stages or uses_model(config.ppo.rewards):
+        return []
+    fix = "add the source model (--reward-source model)"
+    if "reward" in config.stages:
+        return [f"the reward stage's model is no source of rewards: {fix}, or use --step 1 3"]
+    if config.model.reward is not None:
+        return [f"--reward-model {config.model.reward} is no source of rewards: {fix}"]
+    return []
 
 
 def source_names(sources: tuple[RewardSource, ...]) -> list[str]:

@@ -49,6 +49,7 @@ class HeldOut:
         self._dist = dist
         self._metrics = metrics
         self._updates = updates
+        self._sources: dict[str, float] = {}
         self._gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
         self._samples = None
         if dist.is_main and config.ppo.samples:
@@ -62,7 +63,8 @@ class HeldOut:
             policy: the actor, or the reference while the actor has its weights.
         """
         report = self._measure(self._models.actor, policy)
-        self._metrics.write(kind="eval", step=update, total_steps=self._updates, **report.numbers())
+        numbers = report.numbers() | self._sources
+        self._metrics.write(kind="eval", step=update, total_steps=self._updates, **numbers)
         if self._samples is not None:
             self._samples.writelines(
                 json.dumps({"step": update, **sample}, ensure_ascii=False) + "\n"
@@ -84,7 +86,7 @@ class HeldOut:
         return self._measure(Generator(model, config.hybrid_engine), model)
 
     def _measure(self, sampler: Any, policy: Any) -> PolicyReport:
-        return evaluate_policy(
+        report = evaluate_policy(
             sampler,
             policy,
             self._models,
@@ -94,6 +96,8 @@ class HeldOut:
             gold=self._gold,
             seed=self._config.seed,
         )
+        self._sources = self._models.scorer.take_means()
+        return report
 
 
 def sample_rows(prompts: Sequence[PromptExample], report: PolicyReport) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
 
         # 5. Log.
         ended = time.perf_counter()
-        numbers |= batch.stats.means(dist) | batch.clock.named()
+        numbers |= batch.stats.means(dist) | batch.clock.named() | models.scorer.take_means()
         numbers |= {
             "e2e_seconds": ended - began,
             "score_seconds": train_began - began - batch.seconds["generate"],

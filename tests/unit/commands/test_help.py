@@ -24,6 +24,7 @@ print("HEAVY", heavy, "CODE", code)
 COMMON = {
     "--actor-model",
     "--reward-model",
+    "--reward-source",
     "--actor-zero-stage",
     "--reward-zero-stage",
     "--lora-rank",
