@@ -15,11 +15,11 @@ from rlhf_app.hybrid_engine import Generator, SamplingParams, weights_of
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
+from rlhf_app.training.cross_entropy import TokenBatch
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
-from stages.sft.batches import SFTBatch
 
-LossOfBatch = Callable[[SFTBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossOfBatch = Callable[[TokenBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Evaluation:
 def evaluate(
     engine: Any,
     examples: Sequence[SequenceExample],
-    batch_of: Callable[[list[int]], SFTBatch],
+    batch_of: Callable[[list[int]], TokenBatch],
     loss_of: LossOfBatch,
     limit: BatchLimit,
     dist: Dist,

@@ -35,6 +35,7 @@ from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
 from rlhf_app.training.clock import StageClock
+from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
@@ -42,9 +43,8 @@ from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
-from stages.sft.batches import SFTBatch, collate, target_tokens
+from stages.sft.batches import collate, target_tokens
 from stages.sft.evaluate import Evaluation, evaluate, sample_answers
-from stages.sft.loss import response_loss
 
 log = logging.getLogger(__name__)
 
@@ -112,14 +112,14 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     loss_on = config.data.sft_loss_on
     limit = BatchLimit(sft.micro_batch_size, sft.micro_batch_tokens)
 
-    def batch_of(rows: list[SequenceExample]) -> SFTBatch:
+    def batch_of(rows: list[SequenceExample]) -> TokenBatch:
         return collate(
             rows, loss_on, padding_id(tokenizer), dist.device, limit=positions, filler=train[0]
         )
 
     @whole_rows()
-    def loss_of(batch: SFTBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return response_loss(engine, batch)
+    def loss_of(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return cross_entropy(engine, batch)
 
     metrics = MetricsWriter(run.metrics("sft"), enabled=dist.is_main)
 

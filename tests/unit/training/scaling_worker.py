@@ -16,12 +16,12 @@ from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import SFTConfig
 from rlhf_app.training.accumulate import NonFiniteError, optimizer_step
 from rlhf_app.training.batching import rank_slices
+from rlhf_app.training.cross_entropy import cross_entropy
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import close, setup
 from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import gather_state_dict
 from stages.sft.batches import collate, target_tokens
-from stages.sft.loss import response_loss
 
 STEPS, LR = 3, 0.5
 ROWS = [(5, 2), (9, 4), (3, 1), (12, 9), (7, 3)]  # (length, start of the answer)
@@ -55,7 +55,7 @@ def train(dist, zero_stage, limit, clip, poison_rank=None):
     tokens = sum(target_tokens(row, "response") for row in data)
 
     def loss_fn(batch):
-        loss, sums = response_loss(engine, batch)
+        loss, sums = cross_entropy(engine, batch)
         return (loss * float("nan") if poison_rank == dist.rank else loss), sums
 
     slices = rank_slices(

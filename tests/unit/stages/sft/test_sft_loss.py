@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_sources.examples import SequenceExample
-from stages.sft.batches import SFTBatch, collate, target_tokens
-from stages.sft.loss import response_loss
+from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy
+from stages.sft.batches import collate, target_tokens
 
 CPU = torch.device("cpu")
 PAD = EOS = 2
@@ -49,7 +49,7 @@ def loss_of_logits(logits, targets, mask):
 
     padded = torch.cat([logits, logits.new_zeros(len(logits), 1, logits.shape[-1])], 1)
     ids = torch.nn.functional.pad(targets, (1, 0))
-    return response_loss(model, SFTBatch(ids, torch.nn.functional.pad(mask, (1, 0))))
+    return cross_entropy(model, TokenBatch(ids, torch.nn.functional.pad(mask, (1, 0))))
 
 
 def hf_loss(model, row, loss_on="response"):
@@ -93,14 +93,14 @@ def test_equals_the_loss_of_transformers_row_by_row(model, loss_on):
         example([1, 7, EOS], 2),
         example([1, 4, 5, 6, 7, 8, 9, 10, 11, EOS], 1),
     ]
-    loss, _ = response_loss(model, batch_of(rows, loss_on))
+    loss, _ = cross_entropy(model, batch_of(rows, loss_on))
     expected = sum(hf_loss(model, row, loss_on) for row in rows)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_batch_of_one(model):
     row = example([1, 7, 8, EOS], 2)
-    loss, _ = response_loss(model, batch_of([row]))
+    loss, _ = cross_entropy(model, batch_of([row]))
     assert loss.item() == pytest.approx(hf_loss(model, row).item(), rel=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_an_empty_answer_is_its_stop_token_alone(model):
     batch = batch_of([row])
     assert batch.mask_BT.tolist() == [[False, False, False, True]]
     assert target_tokens(row, "response") == 1
-    loss, _ = response_loss(model, batch)
+    loss, _ = cross_entropy(model, batch)
     logits = model(input_ids=torch.tensor([row.input_ids])).logits[0, 2]
     assert loss.item() == pytest.approx(-logits.log_softmax(-1)[EOS].item(), rel=1e-5)
 
@@ -137,7 +137,7 @@ def test_the_first_token_is_never_a_target():
 def test_a_filler_batch_has_no_loss_but_gradients_of_zero(model):
     batch = batch_of([])
     assert not batch.mask_BT.any()
-    loss, sums = response_loss(model, batch)
+    loss, sums = cross_entropy(model, batch)
     loss.backward()
     assert loss.item() == 0
     assert sums["correct"].item() == 0
@@ -153,4 +153,4 @@ def test_only_the_logits_that_matter_are_computed(model):
     assert batch_of([example([1, 7, EOS], 1)]).logits_needed == 3
     all_logits = model(input_ids=batch.input_ids_BT).logits
     full, _ = loss_of_logits(all_logits[:, :-1], batch.input_ids_BT[:, 1:], batch.mask_BT[:, 1:])
-    assert response_loss(model, batch)[0].item() == pytest.approx(full.item(), rel=1e-6)
+    assert cross_entropy(model, batch)[0].item() == pytest.approx(full.item(), rel=1e-6)
