@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +18,7 @@ from rlhf_app.config.schema import Dtype
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
+from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, setting: str = "m
     """Loads a model's config with dropout 0.
 
     Args:
-        path: directory or Hub id.
+        path: directory, Hub id or GGUF file.
         trust_remote_code: run code that the model brings.
         setting: the setting that named the path, for error messages.
 
@@ -55,8 +57,9 @@ def load_config(path: str, *, trust_remote_code: bool = False, setting: str = "m
     # Bars of loading and saving weights would fill the log files of the workers.
     disable_progress_bar()
     check_model_path(path, setting)
+    place, arguments = pretrained_place(path)
     with load_errors(path, setting):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **arguments)
     disable_dropout_in_config(config)
     return config
 
@@ -74,7 +77,7 @@ def load_causal_lm(
     """Loads a causal LM for training: dropout 0, no KV cache in the forward.
 
     Args:
-        path: directory or Hub id.
+        path: directory, Hub id or GGUF file.
         dtype: of the parameters.
         device: where they go.
         attn_implementation: of the training forward.
@@ -134,15 +137,18 @@ def load_pretrained(
     Raises:
         ConfigError: as `load_causal_lm`.
     """
+    place, where = pretrained_place(path)
+    arguments: dict[str, Any] = {**where, **(_unpacked() if where else {})}
 
     def load(attention: str) -> tuple[Any, dict[str, Any]]:
         model, info = auto_class.from_pretrained(
-            path,
+            place,
             config=copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **arguments,
         )
         return model, info
 
@@ -155,6 +161,8 @@ def load_pretrained(
                 raise
             _warn_eager(config.model_type)
             model, info = load("eager")
+    if where:
+        _forget_packing(model)
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -163,6 +171,23 @@ def load_pretrained(
             f"it is no {type(model).__name__} checkpoint"
         )
     return model
+
+
+def _unpacked() -> dict[str, Any]:
+    """Keyword arguments that turn quantised weights into plain ones, whatever is installed."""
+    import transformers
+
+    # Versions without this class have no other way to load them.
+    settings = getattr(transformers, "GgufConfig", None)
+    return {} if settings is None else {"quantization_config": settings(dequantize=True)}
+
+
+def _forget_packing(model: Any) -> None:
+    """Makes a model of plain weights look like one: else transformers would not save it."""
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
 
 
 @cache
@@ -204,12 +229,15 @@ def generation_eos_ids(
     """EOS ids of a model that is loaded without its language-model head.
 
     Args:
-        path: directory or Hub id, whose generation config is read if it has one.
+        path: directory or Hub id, whose generation config is read if it has one; a GGUF file's
+            ids are in its config.
         config: the model's config, asked otherwise.
         trust_remote_code: run code that the model brings.
     """
     from transformers import GenerationConfig
 
+    if gguf_file(path) is not None:
+        return _as_ids(None, config)
     try:
         ids = GenerationConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code
@@ -231,10 +259,13 @@ def check_model_path(path: str, setting: str) -> None:
     """Tells a mistyped directory from a Hub id before anything is downloaded.
 
     Raises:
-        ConfigError: a directory without config.json, a file, or a path that is not there.
+        ConfigError: a directory without config.json, a file that is no GGUF file, or a path that
+            is not there.
     """
     local = Path(path).expanduser()
-    if local.is_dir():
+    if (quantised := gguf_file(path)) is not None:
+        check_gguf(quantised, setting)
+    elif local.is_dir():
         # Beside whole weights as well: transformers would load it on top, unmerged, and a
         # reference with adapters off would then be another model than the one named here.
         if (local / "adapter_config.json").is_file():
@@ -250,6 +281,8 @@ def check_model_path(path: str, setting: str) -> None:
             raise ConfigError(f"{setting} {path}: no weights (*.safetensors) in this directory")
     elif local.exists():
         raise ConfigError(f"{setting} {path}: is a file; give the model's directory")
+    elif path.lower().endswith(SUFFIX):
+        raise ConfigError(f"{setting} {path}: no such file")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting} {path}: no such directory")
 
@@ -289,10 +322,18 @@ def load_errors(path: str, setting: str) -> Iterator[None]:
             f"{setting} {path}: config.json does not match the weights, whose shapes differ "
             "(vocab_size or another size): restore the config.json that belongs to them"
         ) from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, IndexError, struct.error) as error:
         if isinstance(error, ConfigError):
             raise
-        where = "" if Path(path).expanduser().is_dir() else " (neither a directory here nor "
+        if gguf_file(path) is not None and not isinstance(error, ImportError):
+            raise ConfigError(
+                f"{setting} {path}: transformers cannot read this GGUF file "
+                f"({_first_line(error)}): download it again if it is damaged; else take one of an "
+                "architecture and a quantisation that transformers knows"
+            ) from error
+        if isinstance(error, IndexError | struct.error):
+            raise
+        where = "" if Path(path).expanduser().exists() else " (neither a directory here nor "
         where += "" if not where else "a model that the Hub would give us)"
         raise ConfigError(f"{setting} {path}{where}: {_first_line(error)}") from error
 

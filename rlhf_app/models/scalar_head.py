@@ -332,7 +332,7 @@ def _read_tensors(path: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     directory = Path(path)
-    if not directory.is_dir():
+    if not directory.exists():
         from huggingface_hub import snapshot_download
 
         # `from_pretrained` has just put these into the Hub's cache.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_app.models.gguf_files import gguf_config, gguf_file
+
 Family = Literal["opt", "llama"]
 
 
@@ -256,7 +258,12 @@ def model_positions(name: str) -> int | None:
 
 
 def read_model_config(name: str) -> dict[str, Any] | None:
-    """`config.json` of a local directory, or None when there is none or it is not JSON."""
+    """`config.json` of a local directory, or None when there is none or it is not JSON.
+
+    Of a GGUF file, or a directory with nothing else: the same from its header.
+    """
+    if (file := gguf_file(name)) is not None:
+        return gguf_config(file)
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.gguf_files import pretrained_place
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -19,13 +20,13 @@ _TOKENIZER_FILES = (
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Loads a tokenizer from a directory or the Hub.
+    """Loads a tokenizer from a directory, a GGUF file or the Hub.
 
     A tokenizer without a pad token gets EOS as pad, without new embeddings: nothing in this
     project derives a mask from pad ids, so sharing the id is harmless.
 
     Args:
-        path: directory, or Hub id.
+        path: directory, GGUF file, or Hub id.
         trust_remote_code: run Python code shipped beside the tokenizer.
 
     Raises:
@@ -36,9 +37,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     directory = Path(path).expanduser()
     is_local = directory.exists()
-    if is_local and not directory.is_dir():
+    place, arguments = pretrained_place(str(directory) if is_local else path)
+    if is_local and not arguments and not directory.is_dir():
         raise ConfigError(f"model {path} is a file; give the directory that holds the model")
-    if is_local and not any((directory / name).exists() for name in _TOKENIZER_FILES):
+    if (
+        is_local
+        and not arguments
+        and not any((directory / name).exists() for name in _TOKENIZER_FILES)
+    ):
         raise ConfigError(
             f"model directory {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             "save the tokenizer beside the model with tokenizer.save_pretrained"
@@ -47,7 +53,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise ConfigError(f"model directory {path} does not exist; check --actor-model and cwd")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if is_local else path, trust_remote_code=trust_remote_code
+            place, trust_remote_code=trust_remote_code, **arguments
         )
     except Exception as error:
         raise ConfigError(_why(path, is_local, error)) from error
