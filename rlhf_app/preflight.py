@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_config
 from rlhf_app.reward_checks import check_rewards, check_scorer
@@ -145,6 +146,9 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
 
 def _check_model(flag: str, name: str) -> None:
     path = Path(name).expanduser()
+    if (file := gguf_file(name)) is not None:
+        check_gguf(file, flag)
+        return
     if path.is_file():
         raise ConfigError(f"{flag} {name}: is a file; name the directory that holds config.json")
     if path.is_dir():
@@ -157,6 +161,8 @@ def _check_model(flag: str, name: str) -> None:
         return
     if name.lower() in KNOWN_MODELS:
         return
+    if name.lower().endswith(SUFFIX):
+        raise ConfigError(f"{flag} {name}: no such file")
     if is_local_path(name) or (path.parent != Path() and path.parent.is_dir()):
         raise ConfigError(f"{flag} {name}: no such directory")
 
