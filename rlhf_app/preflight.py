@@ -59,8 +59,10 @@ def _check_optimizers(config: RunConfig) -> None:
     trained: dict[StageName, dict[str, TrainableSettings]] = {
         "sft": {"sft": config.sft},
         "reward": {"reward": config.reward},
-        "ppo": {"ppo.actor": config.ppo.actor, "ppo.critic": config.ppo.critic},
+        "ppo": {"ppo.actor": config.ppo.actor},
     }
+    if config.ppo.has_critic:
+        trained["ppo"]["ppo.critic"] = config.ppo.critic
     on_cpu = config.deployment.type == "cpu"
     not_bf16 = config.model.dtype in ("fp32", "fp16") or (config.model.dtype == "auto" and on_cpu)
     for key, settings in (item for stage in config.stages for item in trained[stage].items()):

@@ -109,15 +109,18 @@ def bench_ppo(
     dtype = parts.actor.dtype
     say("measuring read bandwidth and peak")
     machine = measure_machine(dist.device, dtype)
+    assert parts.reward is not None
     # Before adapters: the limits are those of the models.
     costs = {
         "actor": model_cost(parts.actor),
-        "critic": model_cost(parts.critic.backbone),
         "reward": model_cost(parts.reward.backbone),
     }
+    names = {"actor": bench.actor}
+    if parts.critic is not None:
+        costs["critic"] = model_cost(parts.critic.backbone)
+        names["critic"] = bench.critic
     steps = ppo.ppo_epochs * ppo.mini_batches
     models = assemble(parts, config, dist, (bench.iterations + 1) * steps)
-    names = {"actor": bench.actor, "critic": bench.critic}
     lengths = bench.lengths.draw(ppo.rollout_batch_size, ppo.max_response_length, config.seed)
     report = PPOReport(
         models={
@@ -184,9 +187,10 @@ def _limits(
         optimizer_bytes=sum(
             report.models[role]["trained"] * _adam_bytes(settings, report.work["dtype"])
             for role, settings in (("actor", ppo.actor), ("critic", ppo.critic))
+            if role in report.models
         ),
     )
-    return ppo_limits(work, costs["actor"], costs["critic"], costs["reward"], machine)
+    return ppo_limits(work, costs["actor"], costs.get("critic"), costs["reward"], machine)
 
 
 def _adam_bytes(settings: TrainableSettings, dtype: str) -> int:
@@ -221,9 +225,11 @@ def _loop(
     runs: list[tuple[float, dict[str, float]]] = []
     try:
         for update in range(bench.iterations + 1):
-            prompts = random_examples(
-                vocabulary, ppo.rollout_batch_size, ppo.max_prompt_length, config.seed + update
+            count = ppo.rollout_batch_size // ppo.answers_per_prompt
+            distinct = random_examples(
+                vocabulary, count, ppo.max_prompt_length, config.seed + update
             )
+            prompts = [prompt for prompt in distinct for _ in range(ppo.answers_per_prompt)]
             peaks: dict[str, int] = {}
             synchronize(dist.device)
             began = time.perf_counter()

@@ -57,14 +57,18 @@ class PPOWork:
 
 
 def ppo_limits(
-    work: PPOWork, actor: ModelCost, critic: ModelCost, reward: ModelCost, machine: Machine
+    work: PPOWork,
+    actor: ModelCost,
+    critic: ModelCost | None,
+    reward: ModelCost,
+    machine: Machine,
 ) -> dict[str, PhaseLimit]:
     """Phase -> least work, in the order of an iteration; phases without work are left out.
 
     Args:
         work: the iteration.
         actor: cost of the policy, as of the reference.
-        critic: cost of the critic's trunk.
+        critic: cost of the critic's trunk; None without a critic.
         reward: cost of the reward model's trunk.
         machine: the device's.
     """
@@ -75,10 +79,12 @@ def ppo_limits(
     scored = {
         "old": _forward(actor, work),
         "reference": _forward(actor, work) if work.reference else 0,
-        "values": _forward(critic, work),
+        "values": _forward(critic, work) if critic else 0,
         "reward": _forward(reward, work),
         "actor_forward_backward": work.epochs * _training(actor, work, work.actor_lora),
-        "critic_forward_backward": work.epochs * _training(critic, work, work.critic_lora),
+        "critic_forward_backward": work.epochs * _training(critic, work, work.critic_lora)
+        if critic
+        else 0,
     }
     step = work.optimizer_steps * work.optimizer_bytes / machine.bandwidth
     phases = {

@@ -50,7 +50,9 @@ def random_parts(actor: str, critic: str, config: RunConfig, device: torch.devic
         prepare_for_training(policy, device, gradient_checkpointing=True)
     trunk, checkpointing = config_of(critic), ppo.critic.gradient_checkpointing
     reward = random_scalar_model(trunk, dtype, device, gradient_checkpointing=checkpointing)
-    value = over_reward(reward) if ppo.critic.lora.enabled else copy.deepcopy(reward)
+    value = None
+    if ppo.has_critic:
+        value = over_reward(reward) if ppo.critic.lora.enabled else copy.deepcopy(reward)
     return Parts(
         actor=policy,
         reference=reference,

@@ -21,6 +21,9 @@ class PPOConfig(Section):
         None, ge=1, description="Rollout-and-update iterations; unset: one pass over the prompts."
     )
     rollout_batch_size: int = Field(64, ge=1, description="Answers per update, all ranks.")
+    answers_per_prompt: int = Field(
+        1, ge=1, description="Answers to each prompt of an update; divides rollout_batch_size."
+    )
     ppo_epochs: int = Field(1, ge=1, description="Passes over each rollout batch.")
     mini_batches: int = Field(
         1, ge=1, description="Optimizer steps per PPO epoch: the rollout batch is cut into these."
@@ -48,16 +51,65 @@ class PPOConfig(Section):
     stop_at_eos: bool = Field(
         True, description="False: EOS cannot be sampled and every answer has full length."
     )
-    kl_coef: float = Field(0.1, ge=0, description="Weight of the per-token KL penalty (k1).")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="GAE lambda (Schulman et al. 2016).")
+    kl_coef: float = Field(0.1, ge=0, description="Weight of the KL penalty, at the start.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1",
+        description="Of the penalty, per token, with d = log pi - log pi_ref: d, d^2 / 2, or "
+        "exp(-d) - 1 + d. The KL that is reported is always the sum of k1.",
+    )
+    kl_penalty: Literal["reward", "loss"] = Field(
+        "reward",
+        description="reward: subtracted from each token's reward. loss: kl_coef x its mean per "
+        "token is added to the policy loss, with gradient (k2 or k3).",
+    )
+    kl_clamp: float = Field(
+        10.0, gt=0, description="A token's penalty in the reward counts at most this many nats."
+    )
+    kl_controller: Literal["fixed", "adaptive"] = Field(
+        "fixed",
+        description="adaptive: after each update kl_coef *= 1 + clip(kl / kl_target - 1, +-0.2) x "
+        "answers / kl_horizon (Ziegler et al. 2019).",
+    )
+    kl_target: float = Field(
+        6.0, gt=0, description="Nats per answer that adaptive aims at: summed over its tokens."
+    )
+    kl_horizon: float = Field(
+        10_000.0, gt=0, description="Answers over which adaptive follows: larger is slower."
+    )
+    advantage_estimator: Literal["gae", "rloo", "reinforce_pp", "group"] = Field(
+        "gae",
+        description="gae: with a critic. The others have none: rloo, an answer's reward minus the "
+        "mean of the others to its prompt (Ahmadian et al. 2024); reinforce_pp, whitened "
+        "reward-to-go, minus the prompt's mean score where it has several answers (Hu 2025); "
+        "group, (reward - mean) / std over the prompt's answers (GRPO, Shao et al. 2024).",
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount; 1 for rloo and group.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="GAE lambda (Schulman et al. 2016); gae alone has it."
+    )
     clip_range: float = Field(0.2, gt=0, description="Policy ratio clip.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Where the advantage is negative the loss is at most this times its size (Ye "
+        "et al. 2020; 3 is usual). Unset: no bound.",
+    )
+    entropy_coef: float = Field(
+        0.0, ge=0, description="Weight of an entropy bonus, nats per token, in the policy loss."
+    )
     value_clip_range: float = Field(0.2, gt=0, description="Clip of the value change.")
     log_ratio_clamp: float = Field(
         20.0, gt=0, description="|log ratio| is clamped here before exp, against overflow."
     )
-    whiten_advantages: bool = Field(
-        True, description="(A - mean)/(std + 1e-8) over all action tokens of all ranks."
+    whiten_rewards: bool = Field(
+        False,
+        description="(r - mean)/(std + 1e-8) + mean of the per-token rewards, over all action "
+        "tokens of all ranks; gae and reinforce_pp.",
+    )
+    whiten_advantages: Literal["auto"] | bool = Field(
+        "auto",
+        description="(A - mean)/(std + 1e-8) over all action tokens of all ranks. auto: for gae "
+        "and reinforce_pp, not for rloo and group.",
     )
     rewards: RewardSources = Field(
         ONLY_MODEL,
@@ -103,5 +155,62 @@ class PPOConfig(Section):
             raise ValueError(
                 "keep_best_max_kl limits what keep_best may choose, which is unset: set keep_best "
                 "to reward or gold, or leave keep_best_max_kl unset"
+            )
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model takes part; only GAE reads one."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """`whiten_advantages`, decided."""
+        if self.whiten_advantages == "auto":
+            return self.advantage_estimator in ("gae", "reinforce_pp")
+        return self.whiten_advantages
+
+    @model_validator(mode="after")
+    def _estimator_has_what_it_needs(self) -> Self:
+        name = self.advantage_estimator
+        if self.rollout_batch_size % self.answers_per_prompt:
+            raise ValueError(
+                f"rollout_batch_size {self.rollout_batch_size} is not divisible by "
+                f"answers_per_prompt {self.answers_per_prompt}: change one of them"
+            )
+        if name in ("rloo", "group"):
+            if self.answers_per_prompt < 2:
+                raise ValueError(
+                    f"advantage_estimator {name} compares answers to the same prompt: set "
+                    "answers_per_prompt to 2 or more"
+                )
+            if self.gamma != 1.0:
+                raise ValueError(
+                    f"advantage_estimator {name} takes an answer as one action and has no "
+                    "discount: set gamma to 1"
+                )
+            if self.whiten_rewards:
+                raise ValueError(
+                    f"advantage_estimator {name} has no per-token rewards: set whiten_rewards to "
+                    "false"
+                )
+        if not self.has_critic and self.critic_warmup_updates:
+            raise ValueError(
+                f"advantage_estimator {name} has no critic to warm up: set critic_warmup_updates "
+                "to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_settings_agree(self) -> Self:
+        if self.kl_penalty == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_penalty loss with kl_estimator k1 has a gradient of mean 0: set kl_estimator "
+                "to k2 or k3, or kl_penalty to reward"
+            )
+        if self.kl_controller == "adaptive" and self.kl_coef == 0:
+            raise ValueError(
+                "kl_controller adaptive multiplies kl_coef, and 0 stays 0: set kl_coef above 0, "
+                "or kl_controller to fixed"
             )
         return self

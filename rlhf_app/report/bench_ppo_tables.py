@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -30,13 +30,13 @@ _WORDS = {
 def print_ppo(console: Console, report: PPOReport) -> None:
     """Print what was measured."""
     work = report.work
-    actor, critic = report.models["actor"], report.models["critic"]
+    models = "; ".join(f"{role} {_model(facts)}" for role, facts in report.models.items())
     console.print(
         f"{work['answers']} answers of {work['prompt_tokens']} + {_lengths(work)} tokens, "
-        f"{work['dtype']}; actor {_model(actor)}; critic {_model(critic)}",
+        f"{work['dtype']}; {models}",
         markup=False,
     )
-    console.print(_settings(work["ppo"]), markup=False)
+    console.print(_settings(work["ppo"], report.models), markup=False)
     console.print(device_line(report.device), markup=False)
     done = [loop for loop in report.loops if loop.seconds]
     for loop in done:
@@ -56,13 +56,13 @@ def _lengths(work: Mapping[str, Any]) -> str:
     )
 
 
-def _settings(ppo: Mapping[str, Any]) -> str:
+def _settings(ppo: Mapping[str, Any], trained: Iterable[str]) -> str:
     """What decides the seconds beside the models, in words."""
     rows = f"{ppo['micro_batch_size']} rows"
     if ppo["micro_batch_tokens"] is not None:
         rows = f"{ppo['micro_batch_tokens']} tokens"
     parts = [f"micro-batches of {rows}"]
-    for name in ("actor", "critic"):
+    for name in trained:
         model = ppo[name]
         words = [f"ZeRO {model['zero_stage']}"]
         if model["lora"]["rank"]:

@@ -55,6 +55,27 @@ def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return torch.stack([mask_BT.sum().double(), counted_BT.sum(), counted_BT.square().sum()])
 
 
+def scale_to_unit_std(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, summed_moments: Sequence[float]
+) -> torch.Tensor:
+    """(x - mean) / (std + 1e-8) + mean: rewards of unit spread whose mean stays what it was.
+
+    Moving the mean to 0 as well would give each token a reward or a cost for being there, and so
+    change what a long answer is worth against a short one.
+
+    Args:
+        values_BT: fp32.
+        mask_BT: bool.
+        summed_moments: `moments` added over every rank, on the host.
+
+    Returns:
+        fp32, 0 outside the mask.
+    """
+    count, total, _ = summed_moments
+    mean = total / max(count, 1.0)
+    return torch.where(mask_BT, whiten(values_BT, mask_BT, summed_moments) + mean, 0.0)
+
+
 def whiten(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, summed_moments: Sequence[float]
 ) -> torch.Tensor:

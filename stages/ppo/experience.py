@@ -75,16 +75,18 @@ class Experience:
     Attributes:
         answers: the layout.
         old_logprobs_BT: under the policy that sampled, by the training forward.
-        old_values_BT: critic values.
+        reference_BT: log-probs under the reference.
         advantages_BT: whitened where configured.
-        returns_BT: unwhitened advantages + values.
+        old_values_BT: critic values; None without a critic.
+        returns_BT: unwhitened advantages + values; None without a critic.
     """
 
     answers: Answers
     old_logprobs_BT: torch.Tensor
-    old_values_BT: torch.Tensor
+    reference_BT: torch.Tensor
     advantages_BT: torch.Tensor
-    returns_BT: torch.Tensor
+    old_values_BT: torch.Tensor | None = None
+    returns_BT: torch.Tensor | None = None
 
 
 class AnswerTable:

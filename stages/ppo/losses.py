@@ -20,8 +20,12 @@ def policy_loss(
     *,
     clip_range: float,
     log_ratio_clamp: float = 20.0,
+    dual_clip: float | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """Clipped surrogate: sum of max(-A * rho, -A * clip(rho, 1 - eps, 1 + eps)).
+
+    Where A < 0 that grows with rho without bound; a dual clip c (Ye et al. 2020,
+    arXiv:1912.09729) holds it at -A * c.
 
     Args:
         logprobs_BT: log-probs of the sampled tokens under the policy being trained, fp32.
@@ -30,10 +34,11 @@ def policy_loss(
         mask_BT: bool, the action tokens.
         clip_range: eps.
         log_ratio_clamp: |log rho| is clamped here so that one outlier cannot overflow exp.
+        dual_clip: c, above 1; None: no bound.
 
     Returns:
         The loss sum (scalar, with gradient) and detached sums over the same tokens: `clipped`
-        (tokens where the clipped branch is the active one), `approx_kl` (Schulman's k3
+        (tokens where a clipped branch is the active one), `approx_kl` (Schulman's k3
         estimator of KL(old || new), non-negative) and `ratio`.
     """
     # Padding holds arbitrary numbers; zero its difference first, so that it can neither
@@ -43,11 +48,17 @@ def policy_loss(
     ratio_BT = log_ratio_BT.exp()
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - clip_range, 1.0 + clip_range)
-    loss = torch.where(mask_BT, torch.maximum(unclipped_BT, clipped_BT), 0.0).sum()
+    held_BT = clipped_BT > unclipped_BT
+    surrogate_BT = torch.maximum(unclipped_BT, clipped_BT)
+    if dual_clip is not None:
+        bound_BT = torch.where(advantages_BT < 0, -advantages_BT * dual_clip, float("inf"))
+        held_BT = held_BT | (surrogate_BT > bound_BT)
+        surrogate_BT = torch.minimum(surrogate_BT, bound_BT)
+    loss = torch.where(mask_BT, surrogate_BT, 0.0).sum()
     with torch.no_grad():
         k3_BT = ratio_BT - 1.0 - log_ratio_BT
         sums = {
-            "clipped": ((clipped_BT > unclipped_BT) & mask_BT).sum().float(),
+            "clipped": (held_BT & mask_BT).sum().float(),
             "approx_kl": torch.where(mask_BT, k3_BT, 0.0).sum(),
             "ratio": torch.where(mask_BT, ratio_BT, 0.0).sum(),
         }

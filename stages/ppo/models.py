@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from rlhf_app.config.schema import PPOConfig, RunConfig
+from rlhf_app.config.schema import CriticSettings, PolicySettings, PPOConfig, RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine import HybridEngine
-from rlhf_app.models.chat_format import ChatFormat, Kind
+from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.load import eos_token_ids, load_causal_lm, model_max_length, resolve_dtype
 from rlhf_app.models.lora import attach
 from rlhf_app.models.scalar_head import (
@@ -21,15 +21,16 @@ from rlhf_app.models.scalar_head import (
     ScoreStats,
     load_scalar_model,
     new_scalar_model,
-    read_reward_facts,
 )
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
 from stages.ppo.reward import RewardScorer
+from stages.ppo.reward_sources.build import combine, load_text_sources
+from stages.ppo.reward_sources.combined import CombinedScorer
+from stages.ppo.reward_sources.stage2 import load_stage2
+from stages.ppo.reward_sources.texts import TextSource
 from stages.ppo.shared_base import CriticOverReward, ReferenceView, RewardView
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class PPOModels:
 
     Attributes:
         actor: trained, and sampled from the same weights.
-        critic: trained engine around a `ScalarHeadModel`.
+        critic: trained engine around a `ScalarHeadModel`; None where the estimator has none.
         reference: the actor's starting point, frozen; with LoRA the actor's own base.
-        scorer: around the frozen reward model; with LoRA that may be the critic's own base.
+        scorer: around the sources of rewards, all frozen; with LoRA the stage-2 model may be the
+            critic's own base.
         tokenizer, chat_format, tokenizer_id: the actor's.
         suppress_ids: tokens that rollouts never sample, in no policy's support.
     """
@@ -48,7 +50,7 @@ class PPOModels:
     actor: HybridEngine
     critic: Any
     reference: Any
-    scorer: RewardScorer
+    scorer: RewardScorer | CombinedScorer
     tokenizer: Any
     chat_format: ChatFormat
     tokenizer_id: str
@@ -74,22 +76,25 @@ class Parts:
     Attributes:
         actor: causal LM ready to train.
         reference: frozen copy of it; None with LoRA on the actor, whose own base serves.
-        reward: the reward model.
+        reward: the stage-2 reward model; None where it is no source of rewards.
         critic: ready to train; with LoRA a `CriticOverReward` may hold the reward model as well.
+            None where the estimator has none.
         stats: normalisation of the reward model's scores.
         chat_format: the actor's.
         reward_format: the reward model's; None where it reads the actor's ids as they are.
+        texts: the other sources of rewards, by name.
         tokenizer, tokenizer_id: the actor's.
         actor_base, critic_base: where the weights came from, in words; adapters store it.
     """
 
     actor: Any
     reference: Any | None
-    reward: ScalarHeadModel
-    critic: ScalarHeadModel
+    reward: ScalarHeadModel | None
+    critic: ScalarHeadModel | None
     stats: ScoreStats
     chat_format: ChatFormat
     reward_format: ChatFormat | None = None
+    texts: Mapping[str, TextSource] = field(default_factory=dict)
     tokenizer: Any = None
     tokenizer_id: str = ""
     actor_base: str = ""
@@ -106,7 +111,7 @@ def load_models(
 
     Args:
         config: the run.
-        inputs: paths of `actor` and `reward`.
+        inputs: paths of `actor`, and of `reward` where the stage-2 model is a source.
         dist: process group and device.
         total_optimizer_steps: length of the learning-rate schedules.
 
@@ -126,10 +131,12 @@ def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps:
         total_optimizer_steps: length of the learning-rate schedules.
     """
     ppo = config.ppo
-    for model, settings, setting, base in (
-        (parts.actor, ppo.actor, "ppo.actor.lora", parts.actor_base),
-        (parts.critic.backbone, ppo.critic, "ppo.critic.lora", parts.critic_base),
-    ):
+    trained: list[tuple[Any, PolicySettings | CriticSettings, str, str]] = [
+        (parts.actor, ppo.actor, "ppo.actor.lora", parts.actor_base)
+    ]
+    if parts.critic is not None:
+        trained.append((parts.critic.backbone, ppo.critic, "ppo.critic.lora", parts.critic_base))
+    for model, settings, setting, base in trained:
         if settings.lora.enabled:
             attach(model, settings.lora, seed=config.seed, base=base, setting=setting)
     make_engine = partial(
@@ -141,23 +148,26 @@ def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps:
     )
     actor = make_engine(parts.actor, ppo.actor, hybrid=config.hybrid_engine)
     actor.generator.lora_rollout = ppo.actor.lora.rollout
-    critic = make_engine(parts.critic, ppo.critic)
-    reward: ScalarHeadModel | RewardView = parts.reward
-    if isinstance(parts.critic, CriticOverReward):
-        reward = RewardView(critic)
-    else:
-        parts.reward.eval().requires_grad_(False)
-    return PPOModels(
-        actor=actor,
-        critic=critic,
-        reference=ReferenceView(actor) if parts.reference is None else parts.reference,
-        scorer=RewardScorer(
+    critic = None if parts.critic is None else make_engine(parts.critic, ppo.critic)
+    stage2 = None
+    if parts.reward is not None:
+        reward: ScalarHeadModel | RewardView = parts.reward
+        if isinstance(parts.critic, CriticOverReward):
+            reward = RewardView(critic)
+        else:
+            parts.reward.eval().requires_grad_(False)
+        stage2 = RewardScorer(
             model=reward,
             stats=parts.stats,
             settings=ppo,
             actor_format=parts.chat_format,
             own_format=parts.reward_format,
-        ),
+        )
+    return PPOModels(
+        actor=actor,
+        critic=critic,
+        reference=ReferenceView(actor) if parts.reference is None else parts.reference,
+        scorer=combine(ppo, stage2, parts.texts, parts.chat_format, dist),
         tokenizer=parts.tokenizer,
         chat_format=parts.chat_format,
         tokenizer_id=parts.tokenizer_id,
@@ -186,42 +196,35 @@ def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
         tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(actor)
     )
 
-    # The reward model, and how it reads the actor's answers.
-    facts = read_reward_facts(inputs["reward"])
+    # The sources of rewards; the stage-2 model is one of them unless others are named.
     for_critic = loading | {"gradient_checkpointing": ppo.critic.gradient_checkpointing}
-    reward = load_scalar_model(inputs["reward"], **for_critic)
-    reward_tokenizer = load_tokenizer(inputs["reward"], trust_remote_code=trust)
-    # It reads the actor's ids as they are where it knows all of them.
-    same_ids = tokenizer_hash(reward_tokenizer) == tokenizer_hash(tokenizer) and (
-        _embeddings(reward.backbone) >= _embeddings(actor)
-    )
-    reward_format = ChatFormat(
-        reward_tokenizer,
-        cast("Kind", facts.chat_format) or config.data.chat_format,
-        extra_stop_ids=facts.eos_token_ids,
-    )
-    same_format = reward_format.kind == chat_format.kind and (
-        chat_format.kind != "template" or reward_tokenizer.chat_template == tokenizer.chat_template
-    )
-    if not (same_ids and same_format):
-        log.warning(
-            "the reward model was trained with another %s than the actor's: answers are "
-            "re-templated and re-encoded for it",
-            "chat format" if same_ids else "tokenizer",
+    stage2 = None
+    if "reward" in inputs:
+        stage2 = load_stage2(
+            inputs["reward"],
+            chat_format=chat_format,
+            default_format=config.data.chat_format,
+            actor=actor,
+            trust_remote_code=trust,
+            loading=for_critic,
         )
+    texts = load_text_sources(config, dist, chat_format)
 
-    # The critic's beginning.
-    if not same_ids:
-        # The reward model cannot read the actor's ids: the critic starts from the actor's own
+    # The critic's beginning, where the advantages come from one.
+    critic: ScalarHeadModel | None = None
+    if not ppo.has_critic:
+        pass
+    elif stage2 is None or not stage2.same_ids:
+        # No reward model that reads the actor's ids: the critic starts from the actor's own
         # backbone, with a head of zeros so that its first values are neutral.
         critic = new_scalar_model(inputs["actor"], seed=config.seed, **for_critic)
         torch.nn.init.zeros_(critic.head.weight)
     else:
         if ppo.critic.lora.enabled:
-            critic = over_reward(reward)
+            critic = over_reward(stage2.model)
         else:
             critic = load_scalar_model(inputs["reward"], **for_critic)
-        fold_normalisation(critic, facts.stats)
+        fold_normalisation(critic, stage2.stats)
 
     # The reference: with LoRA the actor's own base.
     reference = None
@@ -230,25 +233,22 @@ def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
     return Parts(
         actor=actor,
         reference=reference,
-        reward=reward,
+        reward=stage2.model if stage2 else None,
         critic=critic,
-        stats=facts.stats,
+        stats=stage2.stats if stage2 else ScoreStats(),
         chat_format=chat_format,
-        reward_format=None if same_ids and same_format else reward_format,
+        reward_format=stage2.own_format if stage2 else None,
+        texts=texts,
         tokenizer=tokenizer,
         tokenizer_id=tokenizer_hash(tokenizer),
         actor_base=inputs["actor"],
-        critic_base=inputs["reward" if same_ids else "actor"],
+        critic_base=inputs["reward" if stage2 and stage2.same_ids else "actor"],
     )
 
 
 def over_reward(reward: ScalarHeadModel) -> CriticOverReward:
     """A critic that starts as the reward model, over the same backbone, with its own head."""
     return CriticOverReward(reward.backbone, copy.deepcopy(reward.head), reward.head)
-
-
-def _embeddings(model: Any) -> int:
-    return int(model.get_input_embeddings().num_embeddings)
 
 
 def _check_lengths(ppo: PPOConfig, model: Any, path: str) -> None:

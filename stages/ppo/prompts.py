@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,10 @@ def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
         ppo: settings; the sizes divide, as checked at the start of a run.
         dist: this process's place.
 
+    Returns:
+        Places in the rollout batch. Its answers `n * p` to `n * p + n - 1` are those to prompt p,
+        with n = `answers_per_prompt`; they may lie in unlike mini-batches and on unlike ranks.
+
     Raises:
         ConfigError: on every rank, where a worker was started with another number of processes
             than the run was checked for: some would have more forwards than others, and wait.
@@ -65,3 +70,23 @@ def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:
         for mini_batch in range(ppo.mini_batches)
         for row in range(share)
     ]
+
+
+def update_prompts(
+    stream: PromptStream, update: int, uids: Sequence[int], ppo: PPOConfig
+) -> list[PromptExample]:
+    """The prompts of some answers of an update; every prompt is used equally often.
+
+    Args:
+        stream: of prompts.
+        update: its number, from 1.
+        uids: places in its rollout batch.
+        ppo: settings.
+    """
+    first = (update - 1) * (ppo.rollout_batch_size // ppo.answers_per_prompt)
+    return [stream[first + uid // ppo.answers_per_prompt] for uid in uids]
+
+
+def one_pass(prompts: int, ppo: PPOConfig) -> int:
+    """Updates after which each of so many prompts was used at least once."""
+    return math.ceil(prompts * ppo.answers_per_prompt / ppo.rollout_batch_size)

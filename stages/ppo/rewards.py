@@ -11,15 +11,6 @@ from typing import Literal
 import torch
 
 
-def k1(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """Per-token KL estimate log pi - log pi_ref (k1 of Schulman, joschu.net/blog/kl-approx).
-
-    Unbiased when tokens are sampled from pi, and may be negative for one token. It is the
-    estimator for a KL penalty in the reward; as a loss its gradient has mean zero.
-    """
-    return logprobs_BT - ref_logprobs_BT
-
-
 def penalise_missing_eos(
     scores_B: torch.Tensor,
     stopped_B: torch.Tensor,
@@ -42,6 +33,19 @@ def penalise_missing_eos(
         return scores_B
     cut_B = scores_B - penalty if mode == "subtract" else torch.full_like(scores_B, -penalty)
     return torch.where(stopped_B, scores_B, cut_B)
+
+
+def penalise_length(
+    scores_B: torch.Tensor, lengths_B: torch.Tensor, *, per_token: float
+) -> torch.Tensor:
+    """Lower each score by its answer's length, against answers that grow for their reward.
+
+    Args:
+        scores_B: with the missing-EOS rule applied.
+        lengths_B: tokens of each answer, EOS included.
+        per_token: what each token costs, >= 0.
+    """
+    return scores_B - per_token * lengths_B if per_token else scores_B
 
 
 def token_rewards(

@@ -20,12 +20,12 @@ from rlhf_app.training.distributed import Dist
 from rlhf_app.training.host_copy import to_device
 from rlhf_app.training.micro_batches import computed_tokens
 from rlhf_app.training.phases import PhaseClock
-from stages.ppo.advantages import gae, moments, whiten
+from stages.ppo.advantages import moments, whiten
 from stages.ppo.batching import score_batches, update_batches
+from stages.ppo.estimate import estimate_advantages
 from stages.ppo.experience import Answers, AnswerTable, Experience
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
-from stages.ppo.rewards import k1, token_rewards
 from stages.ppo.rollout_stats import RolloutStats, ScoredAnswers, rollout_sums
 
 
@@ -70,18 +70,21 @@ def collect(
     *,
     seed: int,
     update: int,
+    kl_coef: float | None = None,
 ) -> RolloutBatch:
-    """Sample one answer a prompt and turn them into experience.
+    """Sample an answer to each of the prompts and turn them into experience.
 
     Args:
-        models: the four models.
-        prompts: this rank's prompts.
+        models: actor, reference, critic where there is one, and rewards.
+        prompts: this rank's prompts, one of each answer: `answers_per_prompt` neighbours in uid
+            are the same.
         uids: their numbers in the rollout batch, unique over ranks: the randomness of an answer
             depends on (seed, update, uid) alone, not on where it is sampled.
         ppo: settings.
         dist: process group.
         seed: of the run.
         update: number of the update.
+        kl_coef: weight of the KL penalty; unset: the settings'.
 
     Raises:
         NonFiniteError: on every rank, when any rank computed a non-finite score or log-prob.
@@ -104,20 +107,20 @@ def collect(
     micro_batches = [table.layout(rows) for rows in cut]
     scored = _score(models, prompts, rollout, table, micro_batches, ppo, dist, clock)
 
-    # 3. Rewards, GAE, and whitening over every action token of every rank.
+    # 3. Rewards, advantages, and whitening over every action token of every rank.
     with clock.phase("advantages"):
-        kl_NT = torch.where(scored.mask_NT, k1(scored.old_NT, scored.reference_NT), 0.0)
-        rewards_NT = token_rewards(scored.scores_N, kl_NT, scored.mask_NT, kl_coef=ppo.kl_coef)
-        advantages_NT, returns_NT = gae(
-            rewards_NT,
-            scored.values_NT,
-            scored.mask_NT,
-            gamma=ppo.gamma,
-            gae_lambda=ppo.gae_lambda,
+        log_ratio_NT = torch.where(scored.mask_NT, scored.old_NT - scored.reference_NT, 0.0)
+        advantages_NT, returns_NT = estimate_advantages(
+            scored,
+            log_ratio_NT,
+            uids,
+            ppo,
+            dist,
+            kl_coef=ppo.kl_coef if kl_coef is None else kl_coef,
         )
-        sums = rollout_sums(scored, kl_NT, returns_NT)
+        sums = rollout_sums(scored, log_ratio_NT, returns_NT)
         own = moments(advantages_NT, scored.mask_NT)
-        # The only wait for the device after the rollout.
+        # With GAE the only wait for the device after the rollout.
         *read, count, total, squares = torch.cat([torch.stack([*sums.values()]), own]).tolist()
         known = {
             "answers": len(table),
@@ -128,15 +131,25 @@ def collect(
         }
         stats = RolloutStats(dict(zip(sums, read, strict=True)) | known)
         stats.check_finite(dist)
-        if ppo.whiten_advantages:
+        if ppo.whitens_advantages:
             totals = dist.sum([count, total, squares])
             advantages_NT = whiten(advantages_NT, scored.mask_NT, totals)
-        columns = (scored.old_NT, scored.values_NT, advantages_NT, returns_NT)
         experience = [
-            Experience(answers, *(answers.take(column) for column in columns))
+            Experience(
+                answers,
+                old_logprobs_BT=answers.take(scored.old_NT),
+                reference_BT=answers.take(scored.reference_NT),
+                advantages_BT=answers.take(advantages_NT),
+                old_values_BT=_take(answers, scored.values_NT),
+                returns_BT=_take(answers, returns_NT),
+            )
             for answers in micro_batches
         ]
     return RolloutBatch(experience, stats, clock)
+
+
+def _take(answers: Answers, table_NT: torch.Tensor | None) -> torch.Tensor | None:
+    return None if table_NT is None else answers.take(table_NT)
 
 
 @torch.no_grad()
@@ -151,14 +164,14 @@ def _score(
     dist: Dist,
     clock: PhaseClock,
 ) -> ScoredAnswers:
-    """Run the four models over all answers, one after the other, without reading a number.
+    """Run the models over all answers, one after the other, without reading a number.
 
     The actor runs over the update's own micro-batches, so that the first ratio is exactly 1,
     and so does the reference: while it has the actor's weights, only the same shapes give the
     same bits, and KL 0. Critic and reward model run over larger batches.
     """
     size = (len(table), table.longest_response)
-    old_NT, reference_NT, entropy_NT, values_NT = torch.zeros(4, *size, device=dist.device)
+    old_NT, reference_NT, entropy_NT = torch.zeros(3, *size, device=dist.device)
     with clock.phase("old"):
         for answers in micro_batches:
             old_BT, entropy_BT = score_policy(
@@ -182,10 +195,13 @@ def _score(
             answers.put(reference_BT, reference_NT)
     parts = score_batches(table.lengths, ppo, dist)
     batches = [table.layout(rows) for rows in parts]
-    with clock.phase("values"):
-        for answers in batches:
-            values_BL = models.critic(answers.input_ids_BL, answers.position_ids_BL)
-            answers.put(answers.at_actions(values_BL), values_NT)
+    values_NT = None
+    if models.critic is not None:
+        values_NT = torch.zeros(*size, device=dist.device)
+        with clock.phase("values"):
+            for answers in batches:
+                values_BL = models.critic(answers.input_ids_BL, answers.position_ids_BL)
+                answers.put(answers.at_actions(values_BL), values_NT)
     scores_N = torch.zeros(len(table), device=dist.device)
     with clock.phase("reward"):
         for rows, answers in zip(parts, batches, strict=True):

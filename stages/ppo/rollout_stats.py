@@ -26,7 +26,7 @@ class ScoredAnswers:
         old_NT: fp32 log-probs of the same tokens by the training forward.
         reference_NT: fp32, by the reference.
         entropy_NT: fp32 nats.
-        values_NT: fp32 critic values.
+        values_NT: fp32 critic values; None without a critic.
         scores_N: fp32 final scores.
     """
 
@@ -35,28 +35,25 @@ class ScoredAnswers:
     old_NT: torch.Tensor
     reference_NT: torch.Tensor
     entropy_NT: torch.Tensor
-    values_NT: torch.Tensor
+    values_NT: torch.Tensor | None
     scores_N: torch.Tensor
 
 
 def rollout_sums(
-    scored: ScoredAnswers, kl_NT: torch.Tensor, returns_NT: torch.Tensor
+    scored: ScoredAnswers, kl_NT: torch.Tensor, returns_NT: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """fp64 scalars on the device, for `RolloutStats`.
 
     Args:
         scored: what scoring found.
-        kl_NT: per-token KL to the reference, 0 where padded.
-        returns_NT: 0 where padded.
+        kl_NT: per-token KL to the reference (k1), 0 where padded.
+        returns_NT: 0 where padded; None without a critic.
     """
     mask_NT = scored.mask_NT
     gap_NT = torch.where(mask_NT, (scored.sampled_NT - scored.old_NT).abs(), 0.0)
     scores_N = scored.scores_N.double()
     lengths_N = mask_NT.sum(dim=1).double()
-    # Explained variance needs the moments of the returns and of their residuals.
-    _, returns, return_squares = moments(returns_NT, mask_NT)
-    _, residual, residual_squares = moments(returns_NT - scored.values_NT, mask_NT)
-    return {
+    sums = {
         "score": scores_N.sum(),
         "score_squares": scores_N.square().sum(),
         "length_squares": lengths_N.square().sum(),
@@ -65,6 +62,13 @@ def rollout_sums(
         "entropy": torch.where(mask_NT, scored.entropy_NT, 0.0).double().sum(),
         "logprob_gap": gap_NT.double().sum(),
         "max_logprob_gap": gap_NT.max().double(),
+    }
+    if returns_NT is None or scored.values_NT is None:
+        return sums
+    # Explained variance needs the moments of the returns and of their residuals.
+    _, returns, return_squares = moments(returns_NT, mask_NT)
+    _, residual, residual_squares = moments(returns_NT - scored.values_NT, mask_NT)
+    return sums | {
         "returns": returns,
         "return_squares": return_squares,
         "residual": residual,
@@ -106,8 +110,6 @@ class RolloutStats:
         sums = dict(zip(names, dist.sum([self.sums[n] for n in names]), strict=True))
         answers, tokens = sums["answers"], max(sums["tokens"], 1.0)
         reward = sums["score"] / answers
-        return_variance = sums["return_squares"] / tokens - (sums["returns"] / tokens) ** 2
-        residual_variance = sums["residual_squares"] / tokens - (sums["residual"] / tokens) ** 2
         return {
             "reward": reward,
             "reward_std": max(sums["score_squares"] / answers - reward**2, 0.0) ** 0.5,
@@ -123,10 +125,19 @@ class RolloutStats:
                 sums["length_squares"],
                 sums["score_lengths"],
             ),
-            "explained_variance": 1.0 - residual_variance / max(return_variance, 1e-12),
+            **_explained_variance(sums, tokens),
             "logprob_gap_mean": sums["logprob_gap"] / tokens,
             "logprob_gap_max": max(dist.gather_objects(self.sums["max_logprob_gap"])),
             "padding_share": 1.0 - sums["row_tokens"] / sums["computed_tokens"],
             "answers": answers,
             "tokens": tokens,
         }
+
+
+def _explained_variance(sums: dict[str, float], tokens: float) -> dict[str, float]:
+    """Of the critic's values; nothing where there is none."""
+    if "returns" not in sums:
+        return {}
+    of_returns = sums["return_squares"] / tokens - (sums["returns"] / tokens) ** 2
+    of_residuals = sums["residual_squares"] / tokens - (sums["residual"] / tokens) ** 2
+    return {"explained_variance": 1.0 - of_residuals / max(of_returns, 1e-12)}

@@ -17,7 +17,6 @@ networks, the critic starts from the reward model.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 
@@ -38,8 +37,9 @@ from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.ppo.held_out import HeldOut
+from stages.ppo.kl import KLController
 from stages.ppo.models import PPOModels, assemble, load_parts
-from stages.ppo.prompts import PromptStream, rank_uids
+from stages.ppo.prompts import PromptStream, one_pass, rank_uids, update_prompts
 from stages.ppo.rollout import collect, sampling_params
 from stages.ppo.update import update_models
 
@@ -62,7 +62,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     seed_everything(config.seed, dist.rank)
     inputs = stage_inputs(config, run, "ppo")
     data = load_stage_data(config, "ppo")
-    updates = ppo.updates or math.ceil(len(data.train) / ppo.rollout_batch_size)
+    updates = ppo.updates or one_pass(len(data.train), ppo)
     clock.lap("data")
     parts = load_parts(config, inputs, dist)
     clock.lap("model")
@@ -88,6 +88,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     clock.lap("data")
     stream = PromptStream(prompts, config.seed)
     uids = rank_uids(ppo, dist)
+    controller = KLController.of(ppo)
     metrics = MetricsWriter(run.metrics("ppo"), enabled=dist.is_main)
 
     evaluations = HeldOut(
@@ -122,26 +123,35 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         began = time.perf_counter()
 
         # 1-3. Sample, score, and turn rewards into advantages (stages/ppo/rollout.py).
-        first = (update - 1) * ppo.rollout_batch_size
         batch = collect(
             models,
-            [stream[first + uid] for uid in uids],
+            update_prompts(stream, update, uids, ppo),
             uids,
             ppo,
             dist,
             seed=config.seed,
             update=update,
+            kl_coef=controller.coef,
         )
 
         # 4. Update: epochs of mini-batches over the same experience.
         train_began = time.perf_counter()
         numbers = update_models(
-            models, batch.experience, ppo, dist, seed=config.seed, update=update
+            models,
+            batch.experience,
+            ppo,
+            dist,
+            seed=config.seed,
+            update=update,
+            kl_coef=controller.coef,
         )
 
         # 5. Log.
         ended = time.perf_counter()
         numbers |= batch.stats.means(dist) | batch.clock.named() | models.scorer.take_means()
+        numbers["kl_coef"] = controller.coef
+        if update > ppo.critic_warmup_updates:
+            controller.update(numbers["kl_per_answer"], numbers["answers"])
         numbers |= {
             "e2e_seconds": ended - began,
             "score_seconds": train_began - began - batch.seconds["generate"],
@@ -193,6 +203,6 @@ def _save(models: PPOModels, run: RunDirectory, dist: Dist, *, with_critic: bool
         dist,
         stop_ids=models.chat_format.stop_ids,
     )
-    if with_critic:
+    if with_critic and models.critic is not None:
         # Its outputs are on the normalised scale already: no statistics to apply.
         save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())

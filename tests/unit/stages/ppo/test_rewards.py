@@ -1,11 +1,9 @@
 """Where the score lands, and what a missing EOS costs."""
 
-import math
-
 import pytest
 import torch
 
-from stages.ppo.rewards import k1, penalise_missing_eos, token_rewards
+from stages.ppo.rewards import penalise_length, penalise_missing_eos, token_rewards
 
 
 @pytest.mark.parametrize(
@@ -51,9 +49,6 @@ def test_missing_eos(mode, expected):
     assert scores.tolist() == expected
 
 
-def test_k1_mean_is_the_kl_of_the_sampling_distribution():
-    """Averaged under pi, k1 is sum_i p_i (log p_i - log q_i)."""
-    p = torch.tensor([0.7, 0.2, 0.1])
-    q = torch.tensor([0.2, 0.3, 0.5])
-    expected = sum(a * math.log(a / b) for a, b in [(0.7, 0.2), (0.2, 0.3), (0.1, 0.5)])
-    assert float((p * k1(p.log(), q.log())).sum()) == pytest.approx(expected, abs=1e-6)
+def test_the_length_penalty_counts_every_token():
+    scores = penalise_length(torch.tensor([2.0, 1.0]), torch.tensor([3, 10]), per_token=0.25)
+    assert scores.tolist() == [1.25, -1.5]
