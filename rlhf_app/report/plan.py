@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rlhf_app.config.keys import flatten
 from rlhf_app.config.load import Resolved, with_values
+from rlhf_app.config.rewards import source_names
 from rlhf_app.config.schema import RunConfig, StageName, TrainableSettings
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.launch import worker_argv
@@ -22,6 +23,7 @@ from rlhf_app.preflight import check_inputs, check_sizes
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
+from rlhf_app.url_secrets import without_secrets
 
 BUILT_IN = "(built-in)"
 
@@ -73,12 +75,16 @@ def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
     for line in changed_settings(resolved):
         _print(console, f"  {line}")
     _print(console, "\n# All settings")
-    _print(console, dump_config(resolved.config))
+    _print(console, without_secrets(dump_config(resolved.config)))
     _print(console, "# Models")
     console.print(models)
     _print(console, "# Batches")
     for line in batch_lines(config, topology):
         _print(console, f"  {line}")
+    if "ppo" in config.stages:
+        _print(console, "\n# Rewards")
+        for line in reward_lines(config):
+            _print(console, f"  {line}")
     _print(console, "\n# Commands")
     for line in commands:
         _print(console, line)
@@ -88,7 +94,7 @@ def changed_settings(resolved: Resolved) -> list[str]:
     """`key = value  (where from)` for each setting that a preset, file or flag set."""
     values = flatten(resolved.config.model_dump(mode="json"))
     return [
-        f"{key} = {values[key]}  ({resolved.origins[key]})"
+        f"{key} = {without_secrets(str(values[key]))}  ({resolved.origins[key]})"
         for key in values
         if key in resolved.origins
     ]
@@ -110,14 +116,33 @@ def model_lines(config: RunConfig, run: RunDirectory) -> list[ModelLine]:
             # With adapters these two are the base alone. The reward model stays apart if it
             # cannot read the actor's ids, which is seen when it is loaded.
             reference = "the actor's base" if ppo.actor.lora.enabled else "frozen"
-            reward = "the critic's base, if ids are shared" if ppo.critic.lora.enabled else "frozen"
+            shared = ppo.has_critic and ppo.critic.lora.enabled
+            reward = "the critic's base, if ids are shared" if shared else "frozen"
+            lines.append(_line(config, run, stage, "actor", inputs["actor"], _trained(ppo.actor)))
+            if ppo.has_critic:
+                # Without a reward model it starts from the actor.
+                start = inputs.get("reward", inputs["actor"])
+                lines.append(_line(config, run, stage, "critic", start, _trained(ppo.critic)))
+            lines.append(_line(config, run, stage, "reference", inputs["actor"], reference))
+            if "reward" in inputs:
+                lines.append(_line(config, run, stage, "reward", inputs["reward"], reward))
             lines += [
-                _line(config, run, stage, "actor", inputs["actor"], _trained(ppo.actor)),
-                _line(config, run, stage, "critic", inputs["reward"], _trained(ppo.critic)),
-                _line(config, run, stage, "reference", inputs["actor"], reference),
-                _line(config, run, stage, "reward", inputs["reward"], reward),
+                _line(config, run, stage, "reward", source.classifier, "frozen")
+                for source in ppo.rewards
+                if source.classifier is not None
             ]
     return lines
+
+
+def reward_lines(config: RunConfig) -> list[str]:
+    """What PPO maximises: weight, name, kind and place of each source."""
+    sources = config.ppo.rewards
+    return [
+        f"{source.weight:g} x {name} ({source.kind}: {source.shown})"
+        if source.kind != "model"
+        else f"{source.weight:g} x {name} (the reward model)"
+        for name, source in zip(source_names(sources), sources, strict=True)
+    ]
 
 
 def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
@@ -145,10 +170,11 @@ def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
         micro = f"micro-batch {ppo.micro_batch_size} x accumulation {accumulation}"
         if ppo.micro_batch_tokens is not None:
             micro = f"micro-batches of at most {ppo.micro_batch_tokens} tokens"
+        prompts = f" to {ppo.rollout_batch_size // ppo.answers_per_prompt} prompts"
         lines.append(
-            f"ppo: {ppo.rollout_batch_size} answers an update = mini-batches {ppo.mini_batches} x "
-            f"{micro} x processes {count}; {ppo.ppo_epochs * ppo.mini_batches} optimizer step(s) "
-            "an update"
+            f"ppo: {ppo.rollout_batch_size} answers{prompts if ppo.answers_per_prompt > 1 else ''} "
+            f"an update = mini-batches {ppo.mini_batches} x {micro} x processes {count}; "
+            f"{ppo.ppo_epochs * ppo.mini_batches} optimizer step(s) an update"
         )
     return lines
 

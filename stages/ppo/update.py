@@ -13,8 +13,9 @@ from rlhf_app.training.distributed import Dist
 from rlhf_app.training.phases import PhaseClock
 from stages.ppo.experience import Experience
 from stages.ppo.logprobs import policy_logprobs
-from stages.ppo.losses import Sums, policy_loss, value_loss
+from stages.ppo.losses import Sums, value_loss
 from stages.ppo.models import PPOModels
+from stages.ppo.objective import actor_objective
 
 
 @whole_rows()
@@ -26,17 +27,19 @@ def update_models(
     *,
     seed: int,
     update: int,
+    kl_coef: float | None = None,
 ) -> dict[str, float]:
     """Train actor and critic on one rollout batch: ppo_epochs x mini_batches optimizer steps.
 
     Args:
-        models: the trained two are updated in place.
+        models: the trained ones are updated in place; there may be no critic.
         experience: this rank's micro-batches, mini-batch after mini-batch: the same number for
             each of them, on every rank.
         ppo: settings.
         dist: process group.
         seed: of the run.
         update: number of the update, from 1; the critic trains alone in the warm-up.
+        kl_coef: weight of a KL loss; unset: the settings'.
 
     Returns:
         Means over the optimizer steps, for the log; and seconds on this rank, summed over the
@@ -49,22 +52,18 @@ def update_models(
     """
 
     def actor_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
-        logprobs_BT, _ = policy_logprobs(
+        logprobs_BT, entropy_BT = policy_logprobs(
             models.actor,
             batch.answers,
             temperature=ppo.temperature,
             suppress_ids=models.suppress_ids,
+            with_entropy=ppo.entropy_coef > 0,
         )
-        return policy_loss(
-            logprobs_BT,
-            batch.old_logprobs_BT,
-            batch.advantages_BT,
-            batch.answers.action_mask_BT,
-            clip_range=ppo.clip_range,
-            log_ratio_clamp=ppo.log_ratio_clamp,
-        )
+        return actor_objective(logprobs_BT, entropy_BT, batch, ppo, kl_coef=coefficient)
 
     def critic_loss(batch: Experience) -> tuple[torch.Tensor, Sums]:
+        assert batch.old_values_BT is not None
+        assert batch.returns_BT is not None
         values_BL = models.critic(batch.answers.input_ids_BL, batch.answers.position_ids_BL)
         return value_loss(
             batch.answers.at_actions(values_BL),
@@ -74,6 +73,7 @@ def update_models(
             clip_range=ppo.value_clip_range,
         )
 
+    coefficient = ppo.kl_coef if kl_coef is None else kl_coef
     log = _UpdateLog()
     clock = PhaseClock(dist.device)
     trains_actor = update > ppo.critic_warmup_updates
@@ -88,10 +88,11 @@ def update_models(
         for index in torch.randperm(ppo.mini_batches, generator=generator).tolist():
             mini_batch = experience[index * size : (index + 1) * size]
             (tokens,) = dist.sum([sum(e.answers.num_actions for e in mini_batch)])
-            critic_stats = optimizer_step(
-                models.critic, mini_batch, critic_loss, tokens, dist, clock=clock, name="critic"
-            )
-            log.critic(critic_stats, tokens)
+            if models.critic is not None:
+                critic_stats = optimizer_step(
+                    models.critic, mini_batch, critic_loss, tokens, dist, clock=clock, name="critic"
+                )
+                log.critic(critic_stats, tokens)
             if not trains_actor:
                 continue
             stats = optimizer_step(
@@ -128,6 +129,7 @@ class _UpdateLog:
                 "clip_fraction": stats.sums["clipped"] / tokens,
                 "approx_kl": stats.sums["approx_kl"] / tokens,
                 "ratio": stats.sums["ratio"] / tokens,
+                **{k: stats.sums[k] / tokens for k in ("kl_loss",) if k in stats.sums},
             }
         )
 
