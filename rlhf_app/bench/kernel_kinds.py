@@ -15,6 +15,7 @@ KINDS = (ATTENTION, GEMM, ELEMENTWISE, SAMPLING, OTHER)
 _OWN = {
     **dict.fromkeys(("attend", "combine", "store_prompt"), ATTENTION),
     **dict.fromkeys(("block_sums", "bounds", "draw"), SAMPLING),
+    "partial_product": GEMM,
     **dict.fromkeys(("residual_norm", "head_norm", "rotate", "gated_silu"), ELEMENTWISE),
 }
 # Others on CUDA: the first pattern found in the lower-case name decides. ATen's

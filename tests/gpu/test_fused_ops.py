@@ -11,10 +11,12 @@ pytest.importorskip("triton", reason="the operations are written in Triton")
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine.fused import ops_triton
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
 from rlhf_app.hybrid_engine.fused.ops_triton import TritonOps
 from rlhf_app.hybrid_engine.fused.plan import Norm
+from rlhf_app.hybrid_engine.fused.split_k import Partials, partial_product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +65,119 @@ def test_residual_norm(dtype, kind, size, added):
 
     near(stream, total, dtype)
     near(out, layer_norm_64(stream.double(), norm), dtype)
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="only measured on Hopper",
+)
+
+
+def linear_of(inner, features, bias, dtype):
+    torch.manual_seed(0)
+    return nn.Linear(inner, features, bias=bias).to("cuda", dtype)
+
+
+def product_64(x, linear):
+    out = x.double() @ linear.weight.double().t()
+    return out if linear.bias is None else out + linear.bias.double()
+
+
+@HALF
+@BIAS
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("rows", [16, 24, 32, 64])
+@pytest.mark.parametrize(("inner", "features"), [(2048, 2048), (8192, 2048), (4096, 4096)])
+@HOPPER
+def test_split_products_reach_the_residual_stream(dtype, bias, kind, rows, inner, features):
+    linear, norm = linear_of(inner, features, bias, dtype), norm_of(kind, features, dtype)
+    x, start = random(rows, inner, dtype=dtype), random(rows, features, dtype=dtype, seed=1)
+    ops = TritonOps()
+
+    delta = ops.residual_linear(x, linear)
+    stream, out = ops.residual_norm(start.clone(), delta, norm)
+
+    assert isinstance(delta, Partials)
+    near(stream, start.double() + product_64(x, linear), dtype)
+    near(out, layer_norm_64(stream.double(), norm), dtype)
+
+
+@HALF
+@BIAS
+@pytest.mark.parametrize("rows", [1, 16, 24, 64])
+@pytest.mark.parametrize(
+    ("inner", "features", "splits"),
+    [
+        pytest.param(896, 896, 4, id="last-smaller"),  # 2, 2, 2 and 1 of 7 blocks
+        pytest.param(640, 896, 4, id="fewer-than-asked"),  # 2, 2 and 1 of 5
+        pytest.param(256, 7168, 1, id="whole"),
+    ],
+)
+def test_splits_with_tails_add_up(dtype, bias, rows, inner, features, splits):
+    linear = linear_of(inner, features, bias, dtype)
+    norm = norm_of("rms", features, dtype)
+    x, start = random(rows, inner, dtype=dtype), random(rows, features, dtype=dtype, seed=1)
+
+    delta = partial_product(ops_triton._kernels(), x, linear, splits)
+    stream, out = TritonOps().residual_norm(start.clone(), delta, norm)
+
+    plain = product_64(x, linear) - (0 if linear.bias is None else linear.bias.double())
+    # Sums in fp32: far closer than what is rounded to half precision.
+    near(delta.sums_SNE.sum(0), plain, torch.float32)
+    near(stream, start.double() + product_64(x, linear), dtype)
+    near(out, layer_norm_64(stream.double(), norm), dtype)
+
+
+def test_split_products_are_rounded_before_they_are_added():
+    stream = torch.full((1, 16), 256.0, device="cuda", dtype=torch.bfloat16)  # numbers 2 apart
+    # 1 + 2^-9 rounds to 1, and 256 + 1 to the even 256; unrounded the sum would give 258.
+    sums = torch.tensor([0.75, 0.25], device="cuda").view(2, 1, 1).expand(2, 1, 16).contiguous()
+    bias = torch.full((16,), 2.0**-9, device="cuda", dtype=torch.bfloat16)
+
+    got, _ = TritonOps().residual_norm(
+        stream, Partials(sums, bias), norm_of("rms", 16, torch.bfloat16)
+    )
+
+    assert got.tolist() == [[256.0] * 16]
+
+
+@pytest.mark.parametrize("rows", [1, 15, 65, 700])
+def test_other_counts_of_rows_stay_with_cublas(rows):
+    linear = linear_of(2048, 2048, True, torch.bfloat16)
+    x = random(rows, 2048, dtype=torch.bfloat16)
+
+    got = TritonOps().residual_linear(x, linear)
+
+    assert torch.equal(got, nn.functional.linear(x, linear.weight, linear.bias))
+
+
+@HOPPER
+def test_split_products_follow_their_operands_in_a_captured_graph():
+    dtype = torch.bfloat16
+    linear, norm = linear_of(2048, 2048, True, dtype), norm_of("layer", 2048, dtype)
+    x, stream = random(32, 2048, dtype=dtype), random(32, 2048, dtype=dtype, seed=1)
+    ops = TritonOps()
+
+    def step():
+        return ops.residual_norm(stream, ops.residual_linear(x, linear), norm)[1]
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        out = step()
+    for seed in (2, 3):
+        start = random(32, 2048, dtype=dtype, seed=seed)
+        stream.copy_(start)
+        x.copy_(random(32, 2048, dtype=dtype, seed=seed + 10))
+        with torch.no_grad():
+            linear.weight.mul_(-0.5)  # in place, as an optimizer does
+        graph.replay()
+        near(stream, start.double() + product_64(x, linear), dtype)
+        near(out, layer_norm_64(stream.double(), norm), dtype)
 
 
 @DTYPES
@@ -159,8 +274,6 @@ def test_fused_decoders_answer_as_the_module_does(build, prompts, family, join, 
 
 
 def test_torch_operations_serve_where_triton_is_not(build, prompts, monkeypatch):
-    from rlhf_app.hybrid_engine.fused import ops_triton
-
     monkeypatch.setattr(ops_triton, "_kernels", lambda: None)
     model = build("llama").cuda()
     fused = Generator(model)

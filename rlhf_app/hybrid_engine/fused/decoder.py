@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from rlhf_app.hybrid_engine.attention import AttentionCall, Decode, Step
-from rlhf_app.hybrid_engine.fused.ops import Ops
+from rlhf_app.hybrid_engine.fused.ops import Delta, Ops
 from rlhf_app.hybrid_engine.fused.plan import DecoderPlan, LayerPlan
 from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace
 
@@ -59,20 +59,20 @@ class FusedDecoder:
         if self.plan.rotary is not None:
             rotation = self.plan.rotary(x, positions_BP)
         x_NE = x.reshape(batch * length, -1)
-        delta_NE: torch.Tensor | None = None
+        delta: Delta | None = None
         last_layer = self.plan.layers[-1]
         for layer in self.plan.layers:
-            x_NE, y_NE = self.ops.residual_norm(x_NE, delta_NE, layer.input_norm)
+            x_NE, y_NE = self.ops.residual_norm(x_NE, delta, layer.input_norm)
             out_BPF = self._attention(y_NE, (batch, length), layer, rotation, step)
             if layer is last_layer and last_B is not None:
                 # From here on tokens do not meet: only those that are asked for go on.
                 rows = torch.arange(batch, device=ids_BP.device)
                 out_BPF = out_BPF[rows, last_B]
                 x_NE = x_NE.view(batch, length, -1)[rows, last_B]
-            delta_NE = self.ops.linear(out_BPF.reshape(len(x_NE), -1), layer.output)
-            x_NE, y_NE = self.ops.residual_norm(x_NE, delta_NE, layer.mlp_norm)
-            delta_NE = self.ops.mlp(y_NE, layer)
-        _, y_NE = self.ops.residual_norm(x_NE, delta_NE, self.plan.final_norm)
+            delta = self.ops.residual_linear(out_BPF.reshape(len(x_NE), -1), layer.output)
+            x_NE, y_NE = self.ops.residual_norm(x_NE, delta, layer.mlp_norm)
+            delta = self.ops.mlp(y_NE, layer)
+        _, y_NE = self.ops.residual_norm(x_NE, delta, self.plan.final_norm)
         return self.ops.linear(y_NE, self.plan.head)
 
     def decode_step(

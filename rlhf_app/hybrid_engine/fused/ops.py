@@ -10,25 +10,29 @@ once, bias included. Every operation reads the weights of its modules when it is
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from rlhf_app.hybrid_engine.fused.plan import LayerPlan, Norm
 
+# What a layer adds to the residual stream, in whatever form suits the operations that made it:
+# only their own `residual_norm` reads it.
+Delta: TypeAlias = Any
+
 
 class Ops(Protocol):
     """What `FusedDecoder` computes with."""
 
     def residual_norm(
-        self, x_NE: torch.Tensor, delta_NE: torch.Tensor | None, norm: Norm
+        self, x_NE: torch.Tensor, delta: Delta | None, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to the residual stream and normalise it.
 
         Args:
             x_NE: [N, E] contiguous; may be overwritten.
-            delta_NE: [N, E] contiguous, added to it; None adds nothing.
+            delta: from `residual_linear` or `mlp`, added to it; None adds nothing.
             norm: what follows the sum.
 
         Returns:
@@ -94,7 +98,19 @@ class Ops(Protocol):
         """
         ...
 
-    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> torch.Tensor:
+    def residual_linear(self, x_NI: torch.Tensor, linear: nn.Linear) -> Delta:
+        """A projection whose result is added to the residual stream.
+
+        Args:
+            x_NI: [N, in_features] contiguous.
+            linear: to E features.
+
+        Returns:
+            For `residual_norm`: [N, E], rounded as by `linear` when it is added.
+        """
+        ...
+
+    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> Delta:
         """The layer's MLP, from its normalised input to what is added to the residual stream.
 
         Args:
@@ -102,6 +118,6 @@ class Ops(Protocol):
             layer: its `gate`, `up`, `down` and `activation` count.
 
         Returns:
-            [N, E] contiguous.
+            For `residual_norm`: [N, E].
         """
         ...

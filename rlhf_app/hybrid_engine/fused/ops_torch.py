@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlhf_app.hybrid_engine.fused.ops import Delta
 from rlhf_app.hybrid_engine.fused.plan import LayerPlan, Norm
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -24,11 +25,11 @@ class TorchOps:
     """See `Ops`."""
 
     def residual_norm(
-        self, x_NE: torch.Tensor, delta_NE: torch.Tensor | None, norm: Norm
+        self, x_NE: torch.Tensor, delta: Delta | None, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to the residual stream and normalise it."""
-        if delta_NE is not None:
-            x_NE = x_NE + delta_NE
+        if delta is not None:
+            x_NE = x_NE + delta
         return x_NE, normalised(x_NE, norm)
 
     def project(
@@ -56,14 +57,18 @@ class TorchOps:
         """One projection."""
         return F.linear(x_NI, linear.weight, linear.bias)
 
-    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> torch.Tensor:
+    def residual_linear(self, x_NI: torch.Tensor, linear: nn.Linear) -> Delta:
+        """A projection whose result is added to the residual stream."""
+        return self.linear(x_NI, linear)
+
+    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> Delta:
         """The layer's MLP."""
         activation = ACTIVATIONS[layer.activation]
         if layer.gate is None:
             inner = activation(self.linear(y_NE, layer.up))
         else:
             inner = activation(self.linear(y_NE, layer.gate)) * self.linear(y_NE, layer.up)
-        return self.linear(inner, layer.down)
+        return self.residual_linear(inner, layer.down)
 
 
 def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Projections of one input whose weights lie side by side in memory are one matrix product (see
 `joined`): small batches read a large matrix closer to the memory's bandwidth than three small
-ones. What lies between the products is one Triton kernel each.
+ones. What lies between the products is one Triton kernel each. The products that end in the
+residual stream leave cuBLAS where few rows make splitting them pay (see `split_k`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch.nn import functional as F
 
 from rlhf_app.hybrid_engine import triton_modules
 from rlhf_app.hybrid_engine.fused.joined import joined
+from rlhf_app.hybrid_engine.fused.ops import Delta
 from rlhf_app.hybrid_engine.fused.ops_torch import ACTIVATIONS, TorchOps
 from rlhf_app.hybrid_engine.fused.plan import LayerPlan, Norm
+from rlhf_app.hybrid_engine.fused.split_k import WIDEST, Partials, partial_product, splits_of
 
 # Heads of one program: enough work to hide a launch, few enough to fill the GPU at small batches.
 _HEADS = 8
 _GATED_BLOCK = 1024
-_WIDEST = 16_384  # features that one program can normalise
 
 
 def _kernels() -> Any:
@@ -37,21 +39,31 @@ class TritonOps(TorchOps):
     """See `Ops`; what has no kernel here is torch's."""
 
     def residual_norm(
-        self, x_NE: torch.Tensor, delta_NE: torch.Tensor | None, norm: Norm
+        self, x_NE: torch.Tensor, delta: Delta | None, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to the residual stream, in place, and normalise it."""
         tokens, size = x_NE.shape
-        if size > _WIDEST:
-            return super().residual_norm(x_NE, delta_NE, norm)
+        if size > WIDEST:
+            return super().residual_norm(x_NE, delta, norm)
         module: Any = norm.module
         bias = getattr(module, "bias", None) if norm.kind == "layer" else None
+        added, splits, shared, step, overlaps = x_NE, 0, None, 0, False
+        if isinstance(delta, Partials):
+            added, splits, shared = delta.sums_SNE, len(delta.sums_SNE), delta.bias_E
+            step, overlaps = delta.sums_SNE.stride(0), delta.overlaps
+        elif delta is not None:
+            added, splits = delta, 1
         width = 1 << (size - 1).bit_length()
+        warps = width // (256 if splits > 1 else 512)  # sums are more to read
+        launch = {"launch_pdl": True} if overlaps else {}
         out_NE = torch.empty_like(x_NE)
+        # Operands that are absent are never read: any pointer stands for them.
         _kernels().residual_norm[(tokens,)](
-            x_NE, x_NE if delta_NE is None else delta_NE, module.weight,
-            module.weight if bias is None else bias, out_NE, size, norm.eps,
-            ADDED=delta_NE is not None, RMS=norm.kind == "rms", BIASED=bias is not None,
-            WIDTH=width, num_warps=min(max(width // 512, 1), 16),
+            x_NE, added, x_NE if shared is None else shared, module.weight,
+            module.weight if bias is None else bias, out_NE, size, step, norm.eps,
+            SPLITS=splits, SHARED=shared is not None, RMS=norm.kind == "rms",
+            BIASED=bias is not None, OVERLAP=overlaps, WIDTH=width,
+            num_warps=min(max(warps, 1), 16), **launch,
         )  # fmt: skip
         return x_NE, out_NE
 
@@ -101,10 +113,17 @@ class TritonOps(TorchOps):
         )  # fmt: skip
         return query_BHPD, key_BKPD
 
-    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> torch.Tensor:
+    def residual_linear(self, x_NI: torch.Tensor, linear: nn.Linear) -> Delta:
+        """A projection whose result is added to the residual stream."""
+        splits = splits_of(x_NI, linear)
+        if splits is None:
+            return super().residual_linear(x_NI, linear)
+        return partial_product(_kernels(), x_NI, linear, splits)
+
+    def mlp(self, y_NE: torch.Tensor, layer: LayerPlan) -> Delta:
         """The layer's MLP: a ReLU rides on the first product, a gate takes one kernel."""
         if layer.gate is None:
-            return F.linear(self._inner(y_NE, layer), layer.down.weight, layer.down.bias)
+            return self.residual_linear(self._inner(y_NE, layer), layer.down)
         gate, up = self.project(y_NE, (layer.gate, layer.up))
         if layer.activation != "silu":
             inner = ACTIVATIONS[layer.activation](gate) * up
@@ -115,7 +134,7 @@ class TritonOps(TorchOps):
                 gate, up, inner, gate.stride(0), up.stride(0), size, WIDTH=_GATED_BLOCK,
                 num_warps=4,
             )  # fmt: skip
-        return F.linear(inner, layer.down.weight, layer.down.bias)
+        return self.residual_linear(inner, layer.down)
 
     def _inner(self, y_NE: torch.Tensor, layer: LayerPlan) -> torch.Tensor:
         weight, bias = layer.up.weight, layer.up.bias

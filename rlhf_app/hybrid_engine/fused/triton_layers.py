@@ -10,23 +10,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Whether this Triton can start a kernel while the one before it still runs (Hopper and later).
+CAN_OVERLAP = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+
+
+@triton.jit
+def partial_product(
+    x, weight, sums, rows, features, size, share,
+    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """All rows, OUT output features, the inner features of one split, `share` of `size`.
+
+    `weight` is [features, size], `sums` [splits, rows, features] fp32; `features` is a multiple of
+    OUT, `size` and `share` of IN. At least one inner feature falls to every split.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.arange(0, ROWS)
+    feature = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    inner = tl.arange(0, IN)
+    split = tl.program_id(1)
+    low = split * share
+    high = tl.minimum(low + share, size)
+    # Rows that are not there repeat the last one: loads without a mask are simpler to pipeline.
+    from_x = x + tl.minimum(row, rows - 1)[None, :] * size + inner[:, None]
+    from_weight = weight + feature.to(tl.int64)[:, None] * size + inner[None, :]
+    # Features along the first dimension: few rows fill the second of the tensor cores' shapes.
+    total = tl.zeros([OUT, ROWS], tl.float32)
+    for at in range(low, high, IN):
+        total = tl.dot(tl.load(from_weight + at), tl.load(from_x + at), total)
+    to = sums + (split * rows + row)[None, :] * features + feature[:, None]
+    tl.store(to, total, mask=(row < rows)[None, :])
+
 
 @triton.jit
 def residual_norm(
-    stream, delta, weight, bias, out, size, eps,
-    ADDED: tl.constexpr, RMS: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr,
+    stream, delta, delta_bias, weight, bias, out, size, split_step, eps,
+    SPLITS: tl.constexpr, SHARED: tl.constexpr, RMS: tl.constexpr, BIASED: tl.constexpr,
+    OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One token: add `delta` to the residual stream in place, normalise the sum into `out`."""
+    """One token: add to the residual stream in place, normalise the sum into `out`.
+
+    What is added is the sum of SPLITS rows of `delta`, and `delta_bias` where all rows SHARED one;
+    with 0 splits, nothing is.
+    """
     row = tl.program_id(0).to(tl.int64) * size
     feature = tl.arange(0, WIDTH)
     real = feature < size
+    # Parameters first: nothing that still runs writes them.
+    scale = tl.load(weight + feature, mask=real, other=0.0).to(tl.float32)
+    if BIASED:
+        shift = tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
+    if SHARED:
+        shared = tl.load(delta_bias + feature, mask=real, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # for all that `partial_product` reads and writes
     x = tl.load(stream + row + feature, mask=real, other=0.0).to(tl.float32)
-    if ADDED:
-        x += tl.load(delta + row + feature, mask=real, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        added = tl.load(delta + row + feature, mask=real, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            part = tl.load(delta + split * split_step + row + feature, mask=real, other=0.0)
+            added += part.to(tl.float32)
+        if SHARED:
+            added += shared
+        # A projection is rounded once, bias included, before it is added.
+        x += added.to(stream.dtype.element_ty).to(tl.float32)
         x = x.to(stream.dtype.element_ty)
         tl.store(stream + row + feature, x, mask=real)
         x = x.to(tl.float32)
-    scale = tl.load(weight + feature, mask=real, other=0.0).to(tl.float32)
     if RMS:
         y = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
         y = y.to(stream.dtype.element_ty).to(tl.float32) * scale
@@ -34,7 +85,7 @@ def residual_norm(
         centred = tl.where(real, x - tl.sum(x, 0) / size, 0.0)
         y = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps) * scale
         if BIASED:
-            y += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
+            y += shift
     tl.store(out + row + feature, y.to(out.dtype.element_ty), mask=real)
 
 

@@ -27,6 +27,7 @@ CUDA = [
     ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16>", GEMM),
     ("void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, float, 128>", GEMM),
     ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", GEMM),
+    ("partial_product", GEMM),
     ("draw", SAMPLING),
     ("block_sums", SAMPLING),
     ("bounds", SAMPLING),
