@@ -18,6 +18,7 @@ class PairBatch:
 
     Attributes:
         input_ids_2BT: int64, left-aligned, padded on the right; chosen rows first.
+        tokens_2B: int64 length of each row's answer.
         last_2B: int64 index of each row's last token, from its length: no padding id is
             looked for, so any id may be the padding.
         first_B: int64 first position at which the two answers differ.
@@ -26,10 +27,16 @@ class PairBatch:
     """
 
     input_ids_2BT: torch.Tensor
+    tokens_2B: torch.Tensor
     last_2B: torch.Tensor
     first_B: torch.Tensor
     margin_B: torch.Tensor
     weight_B: torch.Tensor
+
+    def at_last(self, scores_2BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of the whole answers, (chosen_B, rejected_B), from those of all prefixes."""
+        chosen_B, rejected_B = scores_2BT.gather(1, self.last_2B.unsqueeze(1)).squeeze(1).chunk(2)
+        return chosen_B, rejected_B
 
 
 def first_difference(chosen: Sequence[int], rejected: Sequence[int]) -> int:
@@ -70,13 +77,16 @@ def collate(
         filler: any pair.
     """
     used = list(pairs) or [filler]
-    rows = [pair.chosen.input_ids for pair in used] + [pair.rejected.input_ids for pair in used]
+    both = [pair.chosen for pair in used] + [pair.rejected for pair in used]
+    rows = [answer.input_ids for answer in both]
+    tokens = [len(answer.input_ids) - answer.response_start for answer in both]
     first = [first_difference(p.chosen.input_ids, p.rejected.input_ids) for p in used]
     margin = [pair.margin if use_margin else 0.0 for pair in used]
     # Widths that are multiples of 8 suit tensor cores; on the CPU padding only costs.
     multiple = 8 if device.type == "cuda" else 1
     return PairBatch(
         input_ids_2BT=to_device(pad_rows(rows, pad_id, multiple, limit), device),
+        tokens_2B=to_device(torch.tensor(tokens), device),
         last_2B=to_device(torch.tensor([len(row) - 1 for row in rows]), device),
         first_B=to_device(torch.tensor(first), device),
         margin_B=to_device(torch.tensor(margin, dtype=torch.float32), device),

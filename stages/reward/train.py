@@ -41,6 +41,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.best import BestWeights
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
@@ -132,9 +133,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             filler=train[0],
         )
 
-    @whole_rows()
-    def loss_of(batch: PairBatch) -> tuple[torch.Tensor, Sums]:
-        scores_2BT = engine(batch.input_ids_2BT)
+    def loss_of_scores(batch: PairBatch, scores_2BT: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         if settings.loss == "token_wise":
             chosen_BT, rejected_BT = scores_2BT.chunk(2)
             chosen_last_B, rejected_last_B = batch.last_2B.chunk(2)
@@ -148,11 +147,14 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
                 batch.weight_B,
                 settings.center_coef,
             )
-        scores_2B = scores_2BT.gather(1, batch.last_2B.unsqueeze(1)).squeeze(1)
-        chosen_B, rejected_B = scores_2B.chunk(2)
+        chosen_B, rejected_B = batch.at_last(scores_2BT)
         return final_token_loss(
             chosen_B, rejected_B, batch.margin_B, batch.weight_B, settings.center_coef
         )
+
+    @whole_rows()
+    def loss_of(batch: PairBatch) -> tuple[torch.Tensor, Sums]:
+        return loss_of_scores(batch, engine(batch.input_ids_2BT))
 
     metrics = MetricsWriter(run.metrics("reward"), enabled=dist.is_main)
     held_out_lengths = [pair_length(pair) for pair in held_out]
@@ -162,7 +164,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             engine,
             held_out_lengths,
             lambda rows: batch_of([held_out[row] for row in rows]),
-            loss_of,
+            loss_of_scores,
             limit,
             dist,
         )
@@ -179,10 +181,22 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         *(settings.micro_batch_size, len(held_out)),
     )
     clock.lap("engine")
-    measured = measure(0)
+    kept = measure(0)
     clock.lap("evaluation")
 
-    # 4. The loop.
+    def save() -> None:
+        """The model with the score statistics of its own evaluation."""
+        facts = RewardFacts(
+            stats=ScoreStats(kept.mean, kept.std, settings.std_floor),
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_ids=fmt.stop_ids,
+            chat_format=fmt.kind,
+            tokenizer_hash=tokenizer_hash(tokenizer),
+        )
+        save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
+
+    # 4. The loop. The last or the best weights become the artifact.
+    best = BestWeights(settings.keep_best, setting="reward.keep_best")
     lengths = [pair_length(pair) for pair in train]
     order = batches(len(train), settings.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
@@ -208,31 +222,29 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=tokens / (time.perf_counter() - began),
             padding_share=1 - tokens / computed,
         )
-        if step == total_steps or (settings.eval_every and step % settings.eval_every == 0):
+        last = step == total_steps
+        if last or (settings.eval_every and step % settings.eval_every == 0):
             clock.lap("training")
             measured = measure(step)
             clock.lap("evaluation")
+            if best.offer(step, vars(measured), last=last):
+                kept = measured
+                save()
+                clock.lap("saving")
 
-    # 5. The artifact with its score statistics, and last of all the result.
-    facts = RewardFacts(
-        stats=ScoreStats(measured.mean, measured.std, settings.std_floor),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_ids=fmt.stop_ids,
-        chat_format=fmt.kind,
-        tokenizer_hash=tokenizer_hash(tokenizer),
-    )
-    save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
-    clock.lap("saving")
+    # 5. Last of all the result.
     if dist.is_main:
         atomic_write_json(
             run.result("reward"),
             {
                 **clock.result(),
                 "steps": total_steps,
-                "eval_accuracy": measured.accuracy,
-                "eval_margin": measured.margin,
-                "score_mean": measured.mean,
-                "score_std": measured.std,
+                **best.result(),
+                "eval_accuracy": kept.accuracy,
+                "eval_margin": kept.margin,
+                "score_mean": kept.mean,
+                "score_std": kept.std,
+                "evaluation": vars(kept),
                 "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},
             },
         )
