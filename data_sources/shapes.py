@@ -60,6 +60,7 @@ KNOWN = (
     "question + two answers with scores",
     "reply trees",
     "prompt alone",
+    "text alone",
 )
 
 
@@ -113,6 +114,8 @@ def recognise(name: str, rows: Sequence[Row]) -> Shape:
             normalise.prompt_only,
             seen.columns("prompt", optional=("system", "input", "history")),
         )
+    if "text" in seen.names and not seen.has("label"):
+        return Shape("text alone", normalise.prompt_only, {"prompt": "text"})
     raise seen.unknown()
 
 

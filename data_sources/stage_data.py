@@ -18,7 +18,7 @@ from data_sources.identity import prompt_key
 from data_sources.load import load_source
 from data_sources.records import Record
 from data_sources.split import held_out, stage_of, stage_shares
-from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.config.schema import STAGES, RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 
 # (source, evaluation) -> its records and counts
@@ -107,6 +107,42 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
     part.dropped = +part.dropped
     _refuse_empty(config, stage, part)
     return result
+
+
+def load_text(config: RunConfig, read: Reader | None = None) -> tuple[list[Record], Counter[str]]:
+    """Reads the text that PPO mixes in: `ppo.ptx_data`, else the rows of SFT.
+
+    Prompts that any stage holds out are left out here as well, and those of `data.eval`.
+
+    Args:
+        config: the whole run.
+        read: reads a source; None is `reader_of(config)`.
+
+    Returns:
+        (records in blend order, reasons of rows left out). Records of plain text are prompts
+        without an answer.
+
+    Raises:
+        ConfigError: a source cannot be used, or nothing is left.
+    """
+    if not config.ppo.ptx_data:
+        # A run of PPO alone has no share for SFT: it gets the one that it would have had.
+        stages = tuple(name for name in STAGES if name in {*config.stages, "sft"})
+        data = load_stage_data(config.model_copy(update={"stages": stages}), "sft", read)
+        return data.train, Counter(data.counts.dropped("sft"))
+    read, counts, part = read or reader_of(config), DataCounts(), StageCounts()
+    items = _read(read, config.ppo.ptx_data, counts, evaluation=False)
+    if config.data.eval:
+        given = _read(read, config.data.eval, counts, evaluation=True)
+        reserved = {item.key for item in given}
+    else:
+        reserved = {item.key for item in items if held_out(item.key, config.data.eval_fraction)}
+    kept = [item for item in items if item.key not in reserved]
+    part.dropped[IN_EVALUATION] += len(items) - len(kept)
+    records = _blended(kept, config.seed, part)
+    if not records:
+        raise ConfigError("ppo.ptx_data: no row is left that is not held out: name more of them")
+    return records, +part.dropped
 
 
 def own_sources(config: RunConfig, stage: StageName) -> tuple[SourceConfig, ...]:

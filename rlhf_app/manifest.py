@@ -129,26 +129,34 @@ def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
         for key, value in flat.items()
         if key.startswith(_GROUPS[stage]) and key not in _BY_CONTENT
     }
+    read = _data_read(config, stage)
     for key in _STAGE_DATA:
-        if key != f"data.{stage}":
+        if key.removeprefix("data.") not in read:
             own.pop(key)
     for group in LORA_GROUPS:
         # What has no effect makes nothing stale: adapters that are off, or, where they are
         # on, the learning rate that theirs replaces.
         unused = f"{group}.learning_rate" if flat[f"{group}.lora.rank"] else f"{group}.lora."
         own = {key: value for key, value in own.items() if not key.startswith(unused)}
-    if getattr(config.data, stage):
+    if all(getattr(config.data, name) for name in read):
         for key in ("data.sources", "data.split"):
             own.pop(key)
     elif config.data.split != "shared":
         own["stages"] = flat["stages"]
-    for key in ("data.sources", f"data.{stage}", "data.eval"):
+    for key in ("data.sources", *_STAGE_DATA, "data.eval"):
         if key in own:
             sources: tuple[SourceConfig, ...] = getattr(config.data, key.removeprefix("data."))
             own[key] = [_source_settings(source) for source in sources]
     if stage == "ppo":
+        own["ppo.ptx_data"] = [_source_settings(source) for source in config.ppo.ptx_data]
         own["ppo.rewards"] = [_reward_settings(source) for source in config.ppo.rewards]
     return own
+
+
+def _data_read(config: RunConfig, stage: StageName) -> tuple[StageName, ...]:
+    """The stages whose rows a stage reads: its own, and SFT's where PPO mixes them in."""
+    mixed = stage == "ppo" and config.ppo.ptx_coef > 0 and not config.ppo.ptx_data
+    return ("ppo", "sft") if mixed else (stage,)
 
 
 def _source_settings(source: SourceConfig) -> dict[str, object]:
@@ -175,9 +183,13 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
         f"input {name}": content_hash(where)
         for name, where in stage_inputs(config, run, stage).items()
     }
-    own: tuple[SourceConfig, ...] = getattr(config.data, stage)
-    used = [(f"data.{stage}", own)] if own else [("data.sources", config.data.sources)]
-    for key, sources in [*used, ("data.eval", config.data.eval)]:
+    used = {"data.eval": config.data.eval}
+    for name in _data_read(config, stage):
+        own: tuple[SourceConfig, ...] = getattr(config.data, name)
+        used |= {f"data.{name}": own} if own else {"data.sources": config.data.sources}
+    if stage == "ppo":
+        used["ppo.ptx_data"] = config.ppo.ptx_data
+    for key, sources in used.items():
         for index, source in enumerate(sources):
             hashes[f"{key}[{index}]"] = content_hash(source.path)
     scorer = (config.gold.scorer or "").rpartition(":")[0]

@@ -129,12 +129,14 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         if not own and not config.data.sources:
             raise ConfigError(f"{stage} has no data: name some with --data or --{stage}-data")
         _check_share(config, stage)
+    _check_text(config)
     for flag, sources in (
         ("--data", config.data.sources),
         ("--sft-data", config.data.sft),
         ("--reward-data", config.data.reward),
         ("--ppo-data", config.data.ppo),
         ("--eval-data", config.data.eval),
+        ("ppo.ptx_data", config.ppo.ptx_data),
     ):
         for source in sources:
             _check_source(flag, source)
@@ -143,6 +145,17 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         raise ConfigError(
             "ppo.keep_best = gold: there is no gold scorer; name one with --gold module:function, "
             "or set ppo.keep_best to reward"
+        )
+
+
+def _check_text(config: RunConfig) -> None:
+    """PPO-ptx needs text: its own, or that of SFT."""
+    if "ppo" not in config.stages or config.ppo.ptx_coef == 0:
+        return
+    if not (config.ppo.ptx_data or config.data.sft or config.data.sources):
+        raise ConfigError(
+            f"ppo.ptx_coef {config.ppo.ptx_coef:g} needs text: name some with ppo.ptx_data or "
+            "--sft-data, or set ppo.ptx_coef to 0"
         )
 
 

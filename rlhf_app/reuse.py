@@ -120,6 +120,7 @@ def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
         ("--reward-data", data.reward),
         ("--ppo-data", data.ppo),
         ("--eval-data", data.eval),
+        ("ppo.ptx_data", config.ppo.ptx_data),
     ):
         named += [(flag, source.path) for source in sources]
     return [(flag, name) for flag, name in named if name]

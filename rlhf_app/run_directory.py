@@ -4,6 +4,7 @@
 <out>/<stage>/metrics.jsonl result.json logs/rank0.log error_rank0.json
 <out>/ppo/samples.jsonl
 <out>/sft/model/  <out>/reward/model/  <out>/ppo/actor/  <out>/ppo/critic/
+<out>/ppo/actor_ema/   with `ppo.ema_decay`
 <out>/embedded/   the built-in model and data, when the run uses them
 """
 
@@ -64,6 +65,11 @@ class RunDirectory:
     def samples(self) -> Path:
         """Held-out answers of PPO's policy, one JSON object a line, from every evaluation."""
         return self.stage("ppo") / "samples.jsonl"
+
+    @property
+    def actor_ema(self) -> Path:
+        """The averaged actor, where `ppo.ema_decay` asks for one."""
+        return self.stage("ppo") / "actor_ema"
 
     def metrics(self, stage: JobName) -> Path:
         """One JSON object a line, written as training goes."""

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_app.config.data import Sources
 from rlhf_app.config.keep_best import check_keep_best
 from rlhf_app.config.rewards import ONLY_MODEL, RewardSources
 from rlhf_app.config.section import Section
@@ -128,6 +129,29 @@ class PPOConfig(Section):
     target_kl: float | None = Field(
         None, gt=0, description="Stop a PPO epoch loop when mean k3 per token exceeds this."
     )
+    ptx_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the cross-entropy per token of pretraining text, added to the "
+        "policy loss (InstructGPT's PPO-ptx: 27.8). 0: none.",
+    )
+    ptx_data: Sources = Field(
+        (),
+        description="That text: answers, or plain text in a column text. Unset: the rows of SFT.",
+    )
+    ptx_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Rows of it in each optimizer step of the actor, all ranks. Unset: as many "
+        "as a mini-batch has answers.",
+    )
+    ema_decay: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Keep avg = decay x avg + (1 - decay) x actor, in fp32, after each of its "
+        "optimizer steps, and write it to <output>/ppo/actor_ema (InstructGPT: 0.992). Unset: no.",
+    )
     critic_warmup_updates: int = Field(0, ge=0, description="First updates train the critic only.")
     eval_every: int = Field(0, ge=0, description="Updates between evaluations; 0: start and end.")
     eval_prompts: int = Field(256, ge=1, description="At most this many prompts an evaluation.")
@@ -147,6 +171,13 @@ class PPOConfig(Section):
         description="Held-out prompts whose answers are in samples.jsonl and the final table.",
     )
     save_critic: bool = Field(True, description="Write the critic beside the actor.")
+
+    @model_validator(mode="after")
+    def _text_is_used(self) -> Self:
+        for name in ("ptx_data", "ptx_batch_size"):
+            if self.ptx_coef == 0 and getattr(self, name):
+                raise ValueError(f"{name} has no effect while ptx_coef is 0: set ptx_coef")
+        return self
 
     @model_validator(mode="after")
     def _best_of_several_evaluations(self) -> Self:

@@ -156,6 +156,8 @@ def _print_places(console: Console, run: RunDirectory, summary: Mapping[str, Any
     places = [(stage, facts["artifact"]) for stage, facts in summary["stages"].items()]
     if run.critic.is_dir():
         places.append(("critic", str(run.critic)))
+    if run.actor_ema.is_dir():
+        places.append(("averaged actor", str(run.actor_ema)))
     places += [
         ("summary", str(run.summary)),
         ("settings", str(run.config)),

@@ -1,8 +1,9 @@
 """One optimizer step over any number of micro-batches and ranks, with exact scaling.
 
 The loss of a step is sum(l) / total_weight over all tokens (or pairs) of all micro-batches
-and ranks. DeepSpeed averages gradients over ranks, so each micro-batch contributes
-sum(l) * world_size / total_weight; the result does not depend on how rows are cut up.
+and ranks, plus that of a second objective times its weight, where there is one. DeepSpeed
+averages gradients over ranks, so each micro-batch contributes sum(l) * world_size /
+total_weight; the result does not depend on how rows are cut up.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from rlhf_app.training.distributed import Dist
 from rlhf_app.training.phases import PhaseClock
 
 MicroBatch = TypeVar("MicroBatch")
+Added = TypeVar("Added")
 LossFunction = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -34,6 +36,7 @@ class StepStats:
         grad_norm: global L2 norm before clipping.
         lr: learning rate of this step.
         sums: each metric of the loss function, summed over micro-batches and ranks.
+        added_loss: sum of the added loss / its total weight, before its coefficient.
         skipped: fp16 only: the loss scale overflowed and was lowered instead of stepping.
     """
 
@@ -41,7 +44,27 @@ class StepStats:
     grad_norm: float
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
+    added_loss: float | None = None
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class AddedLoss(Generic[Added]):
+    """A second objective of the same step: coef x its mean is added to the mean of the first.
+
+    Attributes:
+        name: for errors and the clock.
+        micro_batches: this rank's; the same number on every rank, at least 1.
+        loss_fn: as that of `optimizer_step`; its metrics are not used.
+        total_weight: number of its tokens of all micro-batches of all ranks, > 0.
+        coef: its weight in the objective.
+    """
+
+    name: str
+    micro_batches: Sequence[Added]
+    loss_fn: LossFunction[Added]
+    total_weight: float
+    coef: float
 
 
 def optimizer_step(
@@ -53,6 +76,7 @@ def optimizer_step(
     *,
     clock: PhaseClock | None = None,
     name: str = "",
+    added: AddedLoss[Any] | None = None,
 ) -> StepStats:
     """Runs forward and backward over the micro-batches, then one optimizer step.
 
@@ -64,7 +88,9 @@ def optimizer_step(
         total_weight: number of tokens or pairs of all micro-batches of all ranks, > 0.
         dist: this process's place.
         clock: is given the time of the phases `<name>_forward_backward` and `step`.
-        name: of the model, for the clock.
+        name: of the model, for errors and the clock.
+        added: a second objective over micro-batches of its own. There is one gradient, that of
+            the sum, and one clipping and one step.
 
     Returns:
         The step's numbers.
@@ -83,22 +109,31 @@ def optimizer_step(
     clock = clock or PhaseClock(dist.device)
     with clock.phase(f"{name}_forward_backward"):
         for index, micro_batch in enumerate(micro_batches):
-            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1 and added is None
+            engine.set_gradient_accumulation_boundary(last)
             loss_sum, metrics = loss_fn(micro_batch)
             engine.backward(loss_sum * scale, scale_wrt_gas=False)
             names = list(metrics)
             row = torch.stack([loss_sum.detach().double(), *(m.double() for m in metrics.values())])
             totals = row if totals is None else totals + row
     assert totals is not None
+    places = {f"{name} loss".strip(): 0}
+    if added is not None:
+        with clock.phase(f"{added.name}_forward_backward"):
+            added_sum = _added_backward(engine, added, dist)
+        places[f"{added.name} loss"] = len(totals)
+        totals = torch.cat([totals, added_sum.unsqueeze(0)])
     # The only wait for the device before the step.
     local = totals.tolist()
-    summed = dist.sum([*local, 0.0 if math.isfinite(local[0]) else 1.0])
-    if summed[-1] or not math.isfinite(summed[0]):
-        raise NonFiniteError(
-            f"the loss is not finite ({summed[0]}) on {int(summed[-1])} of {dist.world_size} ranks "
-            f"at optimizer step {step}: nothing was updated. "
-            "Lower the learning rate, or use dtype bf16 or fp32"
-        )
+    bad = [float(not math.isfinite(local[place])) for place in places.values()]
+    summed = dist.sum([*local, *bad])
+    for (what, place), ranks in zip(places.items(), summed[len(local) :], strict=True):
+        if ranks or not math.isfinite(summed[place]):
+            raise NonFiniteError(
+                f"the {what} is not finite ({summed[place]}) on {int(ranks)} of "
+                f"{dist.world_size} ranks at optimizer step {step}: nothing was updated. "
+                "Lower the learning rate, or use dtype bf16 or fp32"
+            )
     lr = engine.get_lr()[0]
     with clock.phase("step"):
         grad_norm = _plain_grad_norm(engine)
@@ -115,8 +150,23 @@ def optimizer_step(
         grad_norm=grad_norm,
         lr=lr,
         sums=dict(zip(names, summed[1:], strict=False)),
+        added_loss=summed[len(local) - 1] / added.total_weight if added is not None else None,
         skipped=skipped,
     )
+
+
+def _added_backward(engine: Any, added: AddedLoss[Any], dist: Dist) -> torch.Tensor:
+    """Adds the gradient of the added loss to what is there; returns its sum, fp64, this rank's."""
+    assert len(added.micro_batches) > 0
+    assert added.total_weight > 0
+    scale = added.coef * dist.world_size / added.total_weight
+    total = torch.zeros((), dtype=torch.float64, device=dist.device)
+    for index, micro_batch in enumerate(added.micro_batches):
+        engine.set_gradient_accumulation_boundary(index == len(added.micro_batches) - 1)
+        loss_sum, _ = added.loss_fn(micro_batch)
+        engine.backward(loss_sum * scale, scale_wrt_gas=False)
+        total += loss_sum.detach().double()
+    return total
 
 
 def check_evaluation(numbers: Mapping[str, float]) -> None:

@@ -32,6 +32,7 @@ from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.best import BestWeights
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.ema import WeightAverage
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
@@ -40,6 +41,7 @@ from stages.ppo.held_out import HeldOut
 from stages.ppo.kl import KLController
 from stages.ppo.models import PPOModels, assemble, load_parts
 from stages.ppo.prompts import PromptStream, one_pass, rank_uids, update_prompts
+from stages.ppo.ptx import load_text_mix
 from stages.ppo.rollout import collect, sampling_params
 from stages.ppo.update import update_models
 
@@ -68,6 +70,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     clock.lap("model")
     models = assemble(parts, config, dist, updates * ppo.ppo_epochs * ppo.mini_batches)
     del parts
+    average = None
+    if ppo.ema_decay is not None:
+        average = WeightAverage(models.actor, ppo.ema_decay, dist)
     clock.lap("engine")
     prompts, dropped = prompt_examples(
         data.train, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
@@ -82,6 +87,10 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             f"ppo: {len(prompts)} training and {len(held_out)} evaluation prompts are left "
             f"(dropped: {dict(dropped)}): raise ppo.max_prompt_length or give --ppo-data"
         )
+    text, dropped_text = load_text_mix(
+        config, models.actor, models.tokenizer, models.chat_format, inputs["actor"], dist
+    )
+    dropped += Counter({f"ptx: {why}": count for why, count in dropped_text.items()})
     check_vocabulary(
         models.actor.module, (p.input_ids for p in [*prompts, *held_out]), inputs["actor"]
     )
@@ -144,12 +153,16 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             seed=config.seed,
             update=update,
             kl_coef=controller.coef,
+            average=average,
+            text=text,
         )
 
         # 5. Log.
         ended = time.perf_counter()
         numbers |= batch.stats.means(dist) | batch.clock.named() | models.scorer.take_means()
         numbers["kl_coef"] = controller.coef
+        if average is not None:
+            numbers |= average.distances()
         if update > ppo.critic_warmup_updates:
             controller.update(numbers["kl_per_answer"], numbers["answers"])
         numbers |= {
@@ -174,7 +187,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             clock.lap("evaluation")
             if best.offer(update, latest.numbers(), last=last):
                 report = latest
-                _save(models, run, dist, with_critic=ppo.save_critic)
+                _save(models, run, dist, average, with_critic=ppo.save_critic)
                 clock.lap("saving")
 
     if dist.is_main:
@@ -194,15 +207,26 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         atomic_write_json(run.result("ppo"), result)
 
 
-def _save(models: PPOModels, run: RunDirectory, dist: Dist, *, with_critic: bool) -> None:
-    """Put the weights of actor and critic in the place of those saved earlier."""
-    save_causal_lm(
-        models.actor,
-        models.tokenizer,
-        run.artifact("ppo"),
-        dist,
-        stop_ids=models.chat_format.stop_ids,
-    )
+def _save(
+    models: PPOModels,
+    run: RunDirectory,
+    dist: Dist,
+    average: WeightAverage | None,
+    *,
+    with_critic: bool,
+) -> None:
+    """Put the weights of actor, average and critic in the place of those saved earlier."""
+    stop_ids = models.chat_format.stop_ids
+    save_causal_lm(models.actor, models.tokenizer, run.artifact("ppo"), dist, stop_ids=stop_ids)
+    if average is not None:
+        save_causal_lm(
+            models.actor,
+            models.tokenizer,
+            run.actor_ema,
+            dist,
+            stop_ids=stop_ids,
+            state=average.weights(),
+        )
     if with_critic and models.critic is not None:
         # Its outputs are on the normalised scale already: no statistics to apply.
         save_scalar_model(models.critic, models.tokenizer, run.critic, dist, RewardFacts())

@@ -10,12 +10,14 @@ from rlhf_app.config.schema import PPOConfig
 from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.accumulate import StepStats, optimizer_step
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.ema import WeightAverage
 from rlhf_app.training.phases import PhaseClock
 from stages.ppo.experience import Experience
 from stages.ppo.logprobs import policy_logprobs
 from stages.ppo.losses import Sums, value_loss
 from stages.ppo.models import PPOModels
 from stages.ppo.objective import actor_objective
+from stages.ppo.ptx import TextMix
 
 
 @whole_rows()
@@ -28,6 +30,8 @@ def update_models(
     seed: int,
     update: int,
     kl_coef: float | None = None,
+    average: WeightAverage | None = None,
+    text: TextMix | None = None,
 ) -> dict[str, float]:
     """Train actor and critic on one rollout batch: ppo_epochs x mini_batches optimizer steps.
 
@@ -40,6 +44,8 @@ def update_models(
         seed: of the run.
         update: number of the update, from 1; the critic trains alone in the warm-up.
         kl_coef: weight of a KL loss; unset: the settings'.
+        average: of the actor's weights; takes each of its steps in.
+        text: whose cross-entropy each of the actor's steps adds to its loss.
 
     Returns:
         Means over the optimizer steps, for the log; and seconds on this rank, summed over the
@@ -96,9 +102,18 @@ def update_models(
             if not trains_actor:
                 continue
             stats = optimizer_step(
-                models.actor, mini_batch, actor_loss, tokens, dist, clock=clock, name="actor"
+                models.actor,
+                mini_batch,
+                actor_loss,
+                tokens,
+                dist,
+                clock=clock,
+                name="actor",
+                added=None if text is None else text.next(),
             )
             log.actor(stats, tokens)
+            if average is not None and not stats.skipped:
+                average.update()
             if ppo.target_kl is not None and stats.sums["approx_kl"] / tokens > ppo.target_kl:
                 return log.means() | clock.named() | {"target_kl_step": log.actor_steps}
     return log.means() | clock.named()
@@ -129,6 +144,7 @@ class _UpdateLog:
                 "clip_fraction": stats.sums["clipped"] / tokens,
                 "approx_kl": stats.sums["approx_kl"] / tokens,
                 "ratio": stats.sums["ratio"] / tokens,
+                **({} if stats.added_loss is None else {"ptx_loss": stats.added_loss}),
                 **{k: stats.sums[k] / tokens for k in ("kl_loss",) if k in stats.sums},
             }
         )
