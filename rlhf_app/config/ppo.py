@@ -126,6 +126,9 @@ class PPOConfig(Section):
     missing_eos_penalty: float = Field(
         1.0, ge=0, description="Size of that loss; ignored when stop_at_eos is false."
     )
+    length_penalty: float = Field(
+        0.0, ge=0, description="Subtracted from the score for each token of the answer."
+    )
     target_kl: float | None = Field(
         None, gt=0, description="Stop a PPO epoch loop when mean k3 per token exceeds this."
     )

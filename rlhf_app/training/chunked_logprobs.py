@@ -20,10 +20,12 @@ from torch.nn import functional as F
 
 # Bytes of one block in fp32. On CUDA large enough for matrix products at full speed, on the CPU
 # small enough to stay near the caches. A block takes up to two and a half times as much: the
-# logits themselves, and two fp32 copies where the entropy is asked for.
+# logits themselves, and two fp32 copies where the entropy is asked for, or its gradient.
 BLOCK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 # Blocks begin at multiples of this: a tile of a matrix product.
 _TILE = 128
+# Below any log-prob, and finite after a product, so that a probability of 0 times it is 0.
+_LOWEST = -1e30
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -32,7 +34,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         logprobs: fp32 (fp64 from fp64 logits), nats.
-        entropy: of the distributions, nats, without gradient; None unless asked for.
+        entropy: of the distributions, nats; None unless asked for.
         correct: bool, the token is the most likely one; None unless asked for.
     """
 
@@ -65,9 +67,10 @@ def chunked_logprobs(
     """Log-probs of `targets_N` under softmax((hidden W^T + bias) / temperature).
 
     Logits are rounded to the dtype of the hidden states, as those of an `nn.Linear` are; all that
-    follows is fp32. Memory beyond inputs and gradients does not grow with N x V. Gradients flow
-    to hidden states, weight and bias: the gradient of the logits is rounded to their dtype, as
-    autograd's is, and the hidden states' gradient is summed over blocks in fp32.
+    follows is fp32. Memory beyond inputs and gradients does not grow with N x V. Gradients of
+    log-probs and entropy flow to hidden states, weight and bias: the gradient of the logits is
+    rounded to their dtype, as autograd's is, and the hidden states' gradient is summed over blocks
+    in fp32.
 
     Args:
         hidden_NE: float, N may be 0. Under autocast the product has autocast's dtype.
@@ -130,14 +133,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
             parts.append(score(logits_CV, targets_N[tokens], settings))
         logprobs_N, log_sum_N, kept_NV, entropy_N, correct_N = _join(parts)
         ctx.settings = settings
-        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, log_sum_N, kept_NV)
-        ctx.mark_non_differentiable(*(t for t in (entropy_N, correct_N) if t is not None))
+        ctx.save_for_backward(
+            hidden_NE, weight_VE, bias_V, targets_N, log_sum_N, kept_NV, entropy_N
+        )
+        if correct_N is not None:
+            ctx.mark_non_differentiable(correct_N)
+        # None, and not zeros, for an entropy that no loss depends on: it then costs nothing.
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N, correct_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-        hidden_NE, weight_VE, bias_V, targets_N, log_sum_N, kept_NV = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None, _: object
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_NE, weight_VE, bias_V, targets_N, log_sum_N, kept_NV, entropy_N = ctx.saved_tensors
         settings: _Settings = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         count, vocabulary = len(hidden_NE), len(weight_VE)
@@ -146,6 +156,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_weight_VE = torch.empty_like(weight_VE, memory_format=torch.contiguous_format)
         if needs_bias:
             grad_bias_V = torch.empty_like(bias_V)
+        if grad_N is None:
+            grad_N = torch.zeros(count, dtype=_wide(hidden_NE.dtype), device=hidden_NE.device)
         # d logprob / d logit = (one-hot - softmax) / temperature
         factor_N1 = (grad_N / -settings.temperature).unsqueeze(1)
         block_bytes = settings.block_bytes if kept_NV is None else None
@@ -154,20 +166,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if kept_NV is None:
                 bias_K = None if bias_V is None else bias_V[ids]
                 logits_NK = F.linear(hidden_NE, weight_KE, bias_K)
-                grad_NK = _shift(logits_NK, log_sum_N.unsqueeze(1), settings.temperature).exp_()
+                log_NK = _shift(logits_NK, log_sum_N.unsqueeze(1), settings.temperature)
             else:
                 logits_NK = None
-                grad_NK = kept_NV.exp()
+                log_NK = kept_NV
+            of_entropy_NK = None
+            if grad_entropy_N is not None:
+                # d entropy / d logit = -softmax x (log softmax + entropy) / temperature
+                factor = (grad_entropy_N / -settings.temperature).unsqueeze(1)
+                of_entropy_NK = log_NK.clamp(min=_LOWEST).add_(entropy_N.unsqueeze(1)).mul_(factor)
+            grad_NK = log_NK.exp_() if kept_NV is None else log_NK.exp()
+            if of_entropy_NK is not None:
+                of_entropy_NK.mul_(grad_NK)
             local_N1 = (targets_N - ids.start).unsqueeze(1)
             here_N1 = (local_N1 >= 0) & (local_N1 < len(weight_KE))
             grad_NK.scatter_add_(
                 1, local_N1.clamp(0, len(weight_KE) - 1), -here_N1.to(grad_NK.dtype)
             )
+            if of_entropy_NK is not None:
+                grad_NK = of_entropy_NK.addcmul_(grad_NK, factor_N1)
             local_ids = tuple(i - ids.start for i in settings.suppress_ids if i in _range(ids))
             suppressed = _on_device(local_ids, hidden_NE.device)
             if suppressed is not None:
                 grad_NK.index_fill_(1, suppressed, 0.0)
-            grad_NK = _times(grad_NK, factor_N1, hidden_NE.dtype, memory=logits_NK)
+            # With an entropy's gradient the factor is in already.
+            left_N1 = factor_N1 if of_entropy_NK is None else None
+            grad_NK = _times(grad_NK, left_N1, hidden_NE.dtype, memory=logits_NK)
             if grad_weight_VE is not None:
                 torch.mm(grad_NK.t(), hidden_NE, out=grad_weight_VE[ids])
             if grad_bias_V is not None:
@@ -265,13 +289,18 @@ def _divisor(value: float, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 def _times(
-    wide_NK: torch.Tensor, factor_N1: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor | None
+    wide_NK: torch.Tensor,
+    factor_N1: torch.Tensor | None,
+    dtype: torch.dtype,
+    memory: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The product, rounded to a dtype, in given memory of that dtype."""
+    """The product, rounded to a dtype, in given memory of that dtype; None multiplies by 1."""
     if wide_NK.dtype == dtype:
-        return wide_NK.mul_(factor_N1)
+        return wide_NK if factor_N1 is None else wide_NK.mul_(factor_N1)
     if memory is None:
         memory = torch.empty_like(wide_NK, dtype=dtype)
+    if factor_N1 is None:
+        return memory.copy_(wide_NK)
     return torch.mul(wide_NK, factor_N1, out=memory)
 
 

@@ -58,7 +58,8 @@ def score_tokens(
         targets_N: int64 token ids.
         temperature: divides the logits.
         suppress_ids: tokens without probability; the rest is renormalised.
-        with_entropy: also return the entropy of each distribution.
+        with_entropy: also return the entropy of each distribution. A loss that depends on it must
+            depend on the log-probs as well: their way back is the one that hooks are around.
         with_correct: also return whether each target is the most likely token.
 
     Returns:
@@ -107,12 +108,12 @@ def scores_of_logits(
     all_logprobs_NV = scaled_NV.log_softmax(-1)
     logprobs_N = all_logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
     entropy_N = correct_N = None
-    with torch.no_grad():
-        if with_entropy:
-            # entr(p) = -p log p with entr(0) = 0, so suppressed tokens add nothing.
-            entropy_N = torch.special.entr(all_logprobs_NV.exp()).sum(-1)
-        if with_correct:
-            correct_N = scaled_NV.argmax(-1) == targets_N
+    if with_entropy:
+        # Suppressed tokens add nothing to the entropy, and no NaN to its gradient.
+        finite_NV = all_logprobs_NV.masked_fill(all_logprobs_NV == float("-inf"), 0.0)
+        entropy_N = -(all_logprobs_NV.exp() * finite_NV).sum(-1)
+    if with_correct:
+        correct_N = scaled_NV.argmax(-1) == targets_N
     return TokenScores(logprobs_N, entropy_N, correct_N)
 
 

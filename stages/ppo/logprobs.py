@@ -32,7 +32,7 @@ def policy_logprobs(
         temperature: the rollout's: the ratio and the KL must be those of the distribution that
             was sampled.
         suppress_ids: tokens that the rollout could not sample; the rest is renormalised.
-        with_entropy: also return the entropy (nats), without gradient.
+        with_entropy: also return the entropy (nats); for its gradient see `score_tokens`.
 
     Returns:
         (logprobs_BT, entropy_BT or None), fp32; 0 where padded.

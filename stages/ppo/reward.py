@@ -19,7 +19,7 @@ from rlhf_app.models.scalar_head import ScalarHeadModel, ScoreStats
 from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.host_copy import to_device
 from stages.ppo.experience import Answers, lay_out
-from stages.ppo.rewards import penalise_missing_eos
+from stages.ppo.rewards import penalise_length, penalise_missing_eos
 from stages.ppo.shared_base import RewardView
 
 
@@ -60,7 +60,7 @@ class RewardScorer:
         """
         raw_B = self.raw(answers, prompts, responses, stopped)
         scores_B = self.stats.normalise(raw_B, clip=self.settings.reward_clip)
-        return apply_eos_rule(scores_B, stopped, self.settings)
+        return apply_rules(scores_B, responses, stopped, self.settings)
 
     def take_means(self) -> dict[str, float]:
         """Means of single sources, of which there are none: the reward tells this one's."""
@@ -131,21 +131,28 @@ class RewardScorer:
         return lay_out(contexts, answers, device)
 
 
-def apply_eos_rule(
-    scores_B: torch.Tensor, stopped: Sequence[bool], settings: PPOConfig
+def apply_rules(
+    scores_B: torch.Tensor,
+    responses: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+    settings: PPOConfig,
 ) -> torch.Tensor:
-    """Lower the scores of answers cut by length, unless every answer is meant to be.
+    """What the score loses: where an answer was cut by length, then for each of its tokens.
 
     Args:
         scores_B: scores, normalised and summed up.
+        responses: the answers' tokens.
         stopped: whether each answer ends with a stop token.
-        settings: the rule.
+        settings: the rules; where every answer is meant to have full length, none was cut.
     """
-    if not settings.stop_at_eos:
-        return scores_B
-    return penalise_missing_eos(
-        scores_B,
-        to_device(torch.tensor(list(stopped)), scores_B.device),
-        mode=settings.missing_eos,
-        penalty=settings.missing_eos_penalty,
-    )
+    if settings.stop_at_eos:
+        scores_B = penalise_missing_eos(
+            scores_B,
+            to_device(torch.tensor(list(stopped)), scores_B.device),
+            mode=settings.missing_eos,
+            penalty=settings.missing_eos_penalty,
+        )
+    if settings.length_penalty:
+        lengths_B = to_device(torch.tensor([len(tokens) for tokens in responses]), scores_B.device)
+        scores_B = penalise_length(scores_B, lengths_B, per_token=settings.length_penalty)
+    return scores_B

@@ -45,7 +45,7 @@ def penalise_length(
         lengths_B: tokens of each answer, EOS included.
         per_token: what each token costs, >= 0.
     """
-    return scores_B - per_token * lengths_B if per_token else scores_B
+    return scores_B - per_token * lengths_B
 
 
 def token_rewards(

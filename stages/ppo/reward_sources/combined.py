@@ -18,7 +18,7 @@ from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.host_copy import to_device
 from stages.ppo.experience import Answers
-from stages.ppo.reward import RewardScorer, apply_eos_rule
+from stages.ppo.reward import RewardScorer, apply_rules
 from stages.ppo.reward_sources.classifier import ClassifierReward
 from stages.ppo.reward_sources.texts import TextAnswers, TextSource
 
@@ -122,7 +122,7 @@ class CombinedScorer:
         scores_B = torch.zeros_like(normal_SB[0])
         for term, normal_B in zip(self.sources, normal_SB, strict=True):
             scores_B += term.weight * normal_B
-        return apply_eos_rule(scores_B, stopped, self._settings)
+        return apply_rules(scores_B, responses, stopped, self._settings)
 
     def take_means(self) -> dict[str, float]:
         """Mean of each source since the last call, over all ranks, under its metric name.

@@ -26,6 +26,7 @@ STEPS, LR, TEMPERATURE, SUPPRESSED = 2, 0.5, 0.8, (1, 3)
 PROMPTS = [[[5, 6, 7], [8], [9, 10]], [[11, 12]]]
 RESPONSES = [[[13, 2], [14, 15, 16, 2], [17]], [[]]]
 TOKENS = 7
+ENTROPY = 0.7  # weight of a bonus in the loss
 MODELS = ("llama", "llama-tied", "opt")
 SHAPE = {
     "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -74,9 +75,10 @@ def train(dist, name, stage):
     ratio_is_1 = True
     for _ in range(STEPS):
         old_BT, _ = score_policy(engine, answers, **options, with_entropy=True)
-        new_BT, _ = policy_logprobs(engine, answers, **options)
+        new_BT, entropy_BT = policy_logprobs(engine, answers, **options, with_entropy=True)
         ratio_is_1 &= torch.equal(old_BT, new_BT)
-        loss = (new_BT * weights(new_BT.shape[1])).sum() * dist.world_size / TOKENS
+        loss = (new_BT * weights(new_BT.shape[1]) + ENTROPY * entropy_BT).sum()
+        loss = loss * dist.world_size / TOKENS
         engine.backward(loss, scale_wrt_gas=False)
         engine.step()
     return {

@@ -61,14 +61,24 @@ def test_values_and_gradients_are_those_of_log_softmax(
     exact = make()
     logprobs, all_logprobs = plain(*exact, temperature, suppress_ids)
     torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=tolerance, rtol=0)
-    entropy = -torch.where(all_logprobs == -math.inf, 0, all_logprobs.exp() * all_logprobs).sum(1)
+    finite = all_logprobs.masked_fill(all_logprobs == -math.inf, 0.0)
+    entropy = -(finite.exp() * finite * (all_logprobs > -math.inf)).sum(1)
     torch.testing.assert_close(scores.entropy.double(), entropy, atol=tolerance, rtol=0)
-    assert not scores.entropy.requires_grad
     assert torch.equal(scores.correct, all_logprobs.argmax(1) == inputs[3])
     assert 0 < scores.correct.sum() < N
-    got = torch.autograd.grad((scores.logprobs * upstream()).sum(), inputs[:3])
-    want = torch.autograd.grad((logprobs * upstream()).sum(), exact[:3])
-    for a, b in zip(got, want, strict=True):
+    of_entropy = upstream().flip(0)
+    losses = [
+        ((p * upstream()).sum(), (h * of_entropy).sum())
+        for p, h in ((scores.logprobs, scores.entropy), (logprobs, entropy))
+    ]
+    got, want = (
+        [
+            torch.autograd.grad(loss, weights[:3], retain_graph=True)
+            for loss in (of_logprobs, of_logprobs + of_entropy, of_entropy)
+        ]
+        for (of_logprobs, of_entropy), weights in zip(losses, (inputs, exact), strict=True)
+    )
+    for a, b in zip(sum(got, ()), sum(want, ()), strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, atol=tolerance * b.abs().max().item(), rtol=0)
 

@@ -60,9 +60,11 @@ def reference(worker, name):
             scaled = logits / worker.TEMPERATURE
             scaled = scaled.index_fill(1, torch.tensor(worker.SUPPRESSED), -torch.inf)
             for t, token in enumerate(response):
-                logprob = scaled[len(prompt) + t - 1].log_softmax(-1)[token]
+                logprobs = scaled[len(prompt) + t - 1].log_softmax(-1)
+                possible = logprobs[logprobs > -torch.inf]
+                entropy = -(possible.exp() * possible).sum()
                 # Actions of a rank's longest answer: four; of the other rank there are none.
-                total = total + worker.weights(4)[t] * logprob
+                total = total + worker.weights(4)[t] * logprobs[token] + worker.ENTROPY * entropy
         (total / worker.TOKENS).backward()
         optimizer.step()
         optimizer.zero_grad()
