@@ -34,6 +34,7 @@ from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
+from rlhf_app.training.best import BestWeights
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy
 from rlhf_app.training.deepspeed_config import engine_for
@@ -149,10 +150,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         len(held_out),
     )
     clock.lap("engine")
-    before = after = measure(0)
+    before = kept = measure(0)
+    samples: list[dict[str, str]] = []
     clock.lap("evaluation")
 
-    # 4. The loop.
+    # 4. The loop. The last or the best weights become the artifact, and answer the samples.
+    best = BestWeights(sft.keep_best, setting="sft.keep_best")
     lengths = [len(row.input_ids) for row in train]
     order = batches(len(train), sft.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
@@ -174,27 +177,30 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=row_tokens / (time.perf_counter() - began),
             padding_share=1 - row_tokens / computed,
         )
-        if step == total_steps or (sft.eval_every and step % sft.eval_every == 0):
+        last = step == total_steps
+        if last or (sft.eval_every and step % sft.eval_every == 0):
             clock.lap("training")
-            after = measure(step)
+            measured = measure(step)
             clock.lap("evaluation")
+            if best.offer(step, {"loss": measured.loss}, last=last):
+                kept = measured
+                save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
+                clock.lap("saving")
+                # Whole weights on each rank need only one of them to sample; shards need all.
+                if dist.is_main or engine.zero_optimization_stage() == 3:
+                    samples = _samples(config, engine, held_out, fmt)
+                dist.barrier()
+                clock.lap("generation")
 
-    # 5. The artifact, sample answers, and last of all the result.
-    save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
-    clock.lap("saving")
-    # Whole weights on each rank need only one of them to sample; shards need all.
-    samples = []
-    if dist.is_main or engine.zero_optimization_stage() == 3:
-        samples = _samples(config, engine, held_out, fmt)
-    dist.barrier()
-    clock.lap("generation")
+    # 5. Last of all the result.
     if dist.is_main:
         atomic_write_json(
             run.result("sft"),
             {
                 **clock.result(),
                 "steps": total_steps,
-                "eval_perplexity": {"before": before.perplexity, "after": after.perplexity},
+                **best.result(),
+                "eval_perplexity": {"before": before.perplexity, "after": kept.perplexity},
                 "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},
                 "samples": samples,
             },
@@ -215,6 +221,6 @@ def _samples(
     try:
         return sample_answers(engine, chosen, fmt, config.hybrid_engine, tokens)
     except Exception as error:
-        # The model is trained and saved by now: whatever fails here costs only the samples.
+        # These weights are saved by now: whatever fails here costs only the samples.
         log.warning("no sample answers: %s: %s", type(error).__name__, error)
         return []
