@@ -42,8 +42,10 @@ def print_final_table(console: Console, run: RunDirectory, summary: Mapping[str,
     console.print(_numbers(summary))
     console.print(time_table(summary))
     _print_lost_rows(console, summary)
+    _print_reward_quality(console, summary)
     if "ppo" in summary:
         console.print(_policies(summary["ppo"]["policies"]))
+        _print_health(console, run)
         _print_samples(console, run)
     _print_places(console, run, summary)
 
@@ -104,7 +106,32 @@ def _print_lost_rows(console: Console, summary: Mapping[str, Any]) -> None:
             console.print(f"{stage}, rows not used as they are: {lost}", markup=False)
 
 
+def _print_reward_quality(console: Console, summary: Mapping[str, Any]) -> None:
+    """Say in one line whether the reward model is calibrated, and whether it judges by length."""
+    found = summary.get("reward", {}).get("evaluation")
+    if found:
+        by_length = (
+            f"{_known(found[f'accuracy_chosen_{side}'])} where the {side} answer is chosen"
+            for side in ("longer", "shorter")
+        )
+        console.print(
+            f"reward model: calibration error {_number(found['calibration'])}; accuracy "
+            f"{', '.join(by_length)} (longer wins: {_number(found['longer_wins'])}, shorter wins: "
+            f"{_number(found['shorter_wins'])}); correlation of score and length "
+            f"{_known(found['score_length_correlation'])}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def _result(stage: str, numbers: Mapping[str, Any]) -> str:
+    kept = numbers.get("kept")
+    found = _found(stage, numbers)
+    return f"{found}, kept: step {kept['step']} by {kept['metric']}" if kept else found
+
+
+def _found(stage: str, numbers: Mapping[str, Any]) -> str:
     if stage == "sft":
         perplexity = numbers["eval_perplexity"]
         return f"perplexity {_number(perplexity['before'])} -> {_number(perplexity['after'])}"
@@ -118,24 +145,41 @@ def _result(stage: str, numbers: Mapping[str, Any]) -> str:
 def _policies(policies: Mapping[str, Any]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
-        title="Policies on held-out prompts (means; KL in nats an answer)",
+        title="Policies on held-out prompts (means; by length: correlation of reward and length; "
+        "KL in nats an answer, entropy in nats a token)",
         title_justify="left",
     )
     table.add_column("policy")
     columns = {
         "gold": "gold",
         "reward": "reward",
+        "by length": "reward_length_correlation",
         "KL from sft": "kl_per_answer",
+        "entropy": "entropy",
         "distinct-3": "distinct_3",
         "tokens": "answer_length",
         "ended": "eos_rate",
     }
-    shown = {name: key for name, key in columns.items() if key in policies["ppo"]}
+    shown = {
+        name: key
+        for name, key in columns.items()
+        if any(key in policies[policy] for policy in POLICIES)
+    }
     for name in shown:
         table.add_column(name, justify="right")
     for policy in POLICIES:
-        table.add_row(policy, *(_number(policies[policy][key]) for key in shown.values()))
+        table.add_row(policy, *(_known(policies[policy].get(key)) for key in shown.values()))
     return table
+
+
+def _print_health(console: Console, run: RunDirectory) -> None:
+    """Say why PPO ended early, and what looked wrong on the way."""
+    result = json.loads(run.result("ppo").read_text(encoding="utf-8"))
+    lines = [f"update {sign['update']}: {sign['text']}" for sign in result.get("warnings", [])]
+    if result.get("stopped"):
+        lines.append(f"ended after update {result['updates']}: {result['stopped']}")
+    for line in lines:
+        console.print(f"ppo, {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_samples(console: Console, run: RunDirectory) -> None:
@@ -156,6 +200,8 @@ def _print_places(console: Console, run: RunDirectory, summary: Mapping[str, Any
     places = [(stage, facts["artifact"]) for stage, facts in summary["stages"].items()]
     if run.critic.is_dir():
         places.append(("critic", str(run.critic)))
+    if run.samples.is_file():
+        places.append(("answers on the way", str(run.samples)))
     if run.actor_ema.is_dir():
         places.append(("averaged actor", str(run.actor_ema)))
     places += [
@@ -167,6 +213,10 @@ def _print_places(console: Console, run: RunDirectory, summary: Mapping[str, Any
     for name, where in places:
         line = f"{name:<{width}}  {where}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _known(value: float | None) -> str:
+    return "-" if value is None else _number(value)
 
 
 def _number(value: float) -> str:

@@ -10,10 +10,14 @@ Keys, each present when its stage is finished in the run directory:
     stages.<name>.artifact          directory of what it made
     stages.<name>.rows.train        rows (PPO: prompts) trained on; rows.eval: held out
     stages.<name>.rows.dropped      reason -> rows left out or cut
+    <name>.kept.{step,metric,value} with keep_best: the evaluation whose weights are the artifact;
+                                    the numbers below are then those of that evaluation
     sft.eval_perplexity.before      held-out perplexity of the base model
     sft.eval_perplexity.after       and of the SFT model
     reward.eval_accuracy            share of held-out pairs scored in the right order
     reward.eval_margin              mean score gap, chosen minus rejected
+    reward.evaluation.*             these and more: calibration, accuracy by which answer is the
+                                    longer, length baselines (docs/metrics.md)
     ppo.gold.{base,sft,ppo}         mean independent score, or null without --gold
     ppo.kl_per_answer               KL of the PPO policy from the SFT policy in nats, summed
                                     over an answer
@@ -40,6 +44,10 @@ _KEPT = {
     "reward": ("steps", "eval_accuracy", "eval_margin"),
     "ppo": ("updates", "policies"),
 }
+
+# Only in some results: without keep_best there is no choice to tell of, and earlier versions
+# did not know the others.
+_SOMETIMES_KEPT = ("kept", "evaluation")
 
 
 def write_summary(run: RunDirectory) -> dict[str, Any]:
@@ -94,6 +102,7 @@ def _add_stage(summary: dict[str, Any], run: RunDirectory, stage: StageName) -> 
         "rows": result["rows"],
     }
     summary[stage] = {key: result[key] for key in _KEPT[stage]}
+    summary[stage] |= {key: result[key] for key in _SOMETIMES_KEPT if key in result}
     if stage == "ppo":
         policies = summary["ppo"]["policies"]
         golds = {name: numbers.get("gold") for name, numbers in policies.items()}

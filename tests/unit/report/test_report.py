@@ -152,6 +152,51 @@ def test_final_table_without_gold_or_ppo(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Policies" not in show(finished(tmp_path / "b", "sft"))
 
 
+def test_quality_of_the_reward_model_and_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation = {
+        "calibration": 0.0625,
+        "accuracy_chosen_longer": 0.9375,
+        "accuracy_chosen_shorter": None,
+        "longer_wins": 0.875,
+        "shorter_wins": 0.125,
+        "score_length_correlation": -0.25,
+    }
+    kept = {"step": 3, "metric": "accuracy", "value": 0.875}
+    monkeypatch.setitem(
+        RESULTS, "reward", RESULTS["reward"] | {"evaluation": evaluation, "kept": kept}
+    )
+    run = finished(tmp_path, "sft", "reward")
+    summary = write_summary(run)
+    assert summary["reward"]["kept"] == kept
+    assert summary["reward"]["evaluation"] == evaluation
+    assert "kept" not in summary["sft"]
+    text = show(run)
+    assert "accuracy 0.875, kept: step 3 by accuracy" in text
+    assert (
+        "reward model: calibration error 0.062; accuracy 0.938 where the longer answer is chosen, "
+        "- where the shorter answer is chosen (longer wins: 0.875, shorter wins: 0.125); "
+        "correlation of score and length -0.250"
+    ) in text
+
+
+def test_a_number_that_one_policy_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all answers are equally long, there is no correlation with length."""
+    policies = {
+        name: numbers if name == "ppo" else numbers | {"reward_length_correlation": 0.375}
+        for name, numbers in RESULTS["ppo"]["policies"].items()
+    }
+    monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | {"policies": policies})
+    text = show(finished(tmp_path, "ppo"))
+    (row,) = (
+        line.split()
+        for line in text.splitlines()
+        if line.split()[:1] == ["ppo"] and "6.500" in line
+    )
+    assert row == ["ppo", "0.750", "1.500", "-", "6.500", "0.700", "11.000", "1.000"]
+
+
 def test_changed_settings_name_their_origin() -> None:
     resolved = load_config(overrides=[parse_set("model.actor=a/b"), parse_set("sft.epochs=2")])
     lines = changed_settings(resolved)
