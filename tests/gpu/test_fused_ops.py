@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -11,12 +14,15 @@ pytest.importorskip("triton", reason="the operations are written in Triton")
 
 from rlhf_app.config.schema import HybridEngineSettings
 from rlhf_app.hybrid_engine import Generator, SamplingParams
+from rlhf_app.hybrid_engine.attention import Decode
 from rlhf_app.hybrid_engine.fused import ops_triton
+from rlhf_app.hybrid_engine.fused.decoder import FusedDecoder
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.hybrid_engine.fused.ops_torch import TorchOps
 from rlhf_app.hybrid_engine.fused.ops_triton import TritonOps
-from rlhf_app.hybrid_engine.fused.plan import Norm
+from rlhf_app.hybrid_engine.fused.plan import Norm, read_plan
 from rlhf_app.hybrid_engine.fused.split_k import Partials, partial_product
+from rlhf_app.hybrid_engine.kv_workspace import KVWorkspace, LayerShape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,6 +184,50 @@ def test_split_products_follow_their_operands_in_a_captured_graph():
         graph.replay()
         near(stream, start.double() + product_64(x, linear), dtype)
         near(out, layer_norm_64(stream.double(), norm), dtype)
+
+
+@HOPPER
+@pytest.mark.parametrize("rows", [16, 24, 64])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_whole_decoders_with_split_products(family, rows):
+    shape = {
+        "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "vocab_size": 997,
+        "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+    }  # fmt: skip
+    if family == "opt":
+        config = tf.OPTConfig(**shape, ffn_dim=2048, word_embed_proj_dim=1024, dropout=0.0)
+    else:
+        config = tf.LlamaConfig(**shape, intermediate_size=2048, num_key_value_heads=4)
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    plan = read_plan(model)
+    layers = [LayerShape(layer.kv_heads, layer.head_dim, layer.head_dim) for layer in plan.layers]
+    ids = (torch.arange(rows * 3, device="cuda").view(rows, 3) * 7 + 3) % 997
+
+    def errors(ops):
+        workspace = KVWorkspace(layers, torch.bfloat16, torch.device("cuda"))
+        workspace.borrow(rows, 8)
+        decoder, found = FusedDecoder(plan, ops), []
+        for place in range(3):
+            at = torch.full((rows,), place, device="cuda")
+            step = Decode(workspace, at, place, equal=True)
+            found.append(decoder(ids[:, place : place + 1], at[:, None], step))
+        want = exact(ids).logits
+        return (torch.stack(found, 1).float() - want).norm() / want.norm()
+
+    class Counted(TritonOps):
+        split = 0
+
+        def residual_norm(self, x_NE, delta, norm):
+            self.split += isinstance(delta, Partials)
+            return super().residual_norm(x_NE, delta, norm)
+
+    ops = Counted()
+    with torch.no_grad():
+        # Of one size: both only round.
+        assert errors(ops) < 1.25 * errors(TorchOps())
+    assert ops.split == 2 * 2 * 3  # of every layer both, in every step
 
 
 @DTYPES

@@ -61,8 +61,9 @@ def test_only_plain_half_precision_on_hopper_is_split(dtype, monkeypatch):
     monkeypatch.setattr(split_k, "_measured", lambda _: True)
     assert splits_of(x, linear) == 4
 
-    assert splits_of(x.float(), half_linear(2048, 2048, dtype=torch.float32)) is None
-    assert splits_of(x.float(), linear) is None
+    full = half_linear(2048, 2048, dtype=torch.float32)
+    assert splits_of(x.float(), full) is None
+    assert splits_of(x, full) is None
     assert splits_of(torch.zeros(32, 4096, dtype=dtype)[:, ::2], linear) is None
     flat = torch.zeros(2048 * 2048 + 1, dtype=dtype)
     linear.weight = nn.Parameter(flat[1:].view(2048, 2048))  # as in a flat buffer
