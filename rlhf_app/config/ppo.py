@@ -155,6 +155,12 @@ class PPOConfig(Section):
         description="Keep avg = decay x avg + (1 - decay) x actor, in fp32, after each of its "
         "optimizer steps, and write it to <output>/ppo/actor_ema (InstructGPT: 0.992). Unset: no.",
     )
+    stop_kl: float | None = Field(
+        None,
+        gt=0,
+        description="End training after an update whose answers had more nats of KL per answer "
+        "than this. Unset: no limit.",
+    )
     critic_warmup_updates: int = Field(0, ge=0, description="First updates train the critic only.")
     eval_every: int = Field(0, ge=0, description="Updates between evaluations; 0: start and end.")
     eval_prompts: int = Field(256, ge=1, description="At most this many prompts an evaluation.")

@@ -22,6 +22,7 @@ from rlhf_app.training.micro_batches import computed_tokens
 from rlhf_app.training.phases import PhaseClock
 from stages.ppo.advantages import moments, whiten
 from stages.ppo.batching import score_batches, update_batches
+from stages.ppo.diversity import rollout_diversity
 from stages.ppo.estimate import estimate_advantages
 from stages.ppo.experience import Answers, AnswerTable, Experience
 from stages.ppo.logprobs import score_policy
@@ -36,11 +37,13 @@ class RolloutBatch:
     Attributes:
         experience: micro-batches, equally many for each mini-batch and on every rank.
         stats: sums over this rank's answers.
+        diversity: of all ranks' answers; see `rollout_diversity`.
         clock: of the phases generate, old, reference, values, reward and advantages.
     """
 
     experience: list[Experience]
     stats: RolloutStats
+    diversity: dict[str, float]
     clock: PhaseClock
 
     @property
@@ -107,6 +110,8 @@ def collect(
     micro_batches = [table.layout(rows) for rows in cut]
     scored = _score(models, prompts, rollout, table, micro_batches, ppo, dist, clock)
 
+    diversity = rollout_diversity(rollout.tokens, dist)  # while the device scores
+
     # 3. Rewards, advantages, and whitening over every action token of every rank.
     with clock.phase("advantages"):
         log_ratio_NT = torch.where(scored.mask_NT, scored.old_NT - scored.reference_NT, 0.0)
@@ -145,7 +150,7 @@ def collect(
             )
             for answers in micro_batches
         ]
-    return RolloutBatch(experience, stats, clock)
+    return RolloutBatch(experience, stats, diversity, clock)
 
 
 def _take(answers: Answers, table_NT: torch.Tensor | None) -> torch.Tensor | None:

@@ -37,6 +37,7 @@ from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
+from stages.ppo.health import Health, stop_reason
 from stages.ppo.held_out import HeldOut
 from stages.ppo.kl import KLController
 from stages.ppo.models import PPOModels, assemble, load_parts
@@ -126,6 +127,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     before = report = evaluations.evaluate(0, models.reference)
     same = inputs["base"] == inputs["actor"]
     base = before if same else evaluations.evaluate_base(inputs["base"])
+    health = Health(never_ends=not ppo.stop_at_eos, enabled=dist.is_main)
+    health.evaluation(0, before.numbers(), [row.gold for row in before.rows])
     clock.lap("evaluation")
 
     for update in range(1, updates + 1):
@@ -160,7 +163,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         # 5. Log.
         ended = time.perf_counter()
         numbers |= batch.stats.means(dist) | batch.clock.named() | models.scorer.take_means()
-        numbers["kl_coef"] = controller.coef
+        numbers |= batch.diversity | {"kl_coef": controller.coef}
         if average is not None:
             numbers |= average.distances()
         if update > ppo.critic_warmup_updates:
@@ -171,6 +174,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             "train_seconds": ended - train_began,
         }
         numbers["tokens_per_second"] = numbers["tokens"] / numbers["e2e_seconds"]
+        health.update(update, numbers)
         metrics.write(kind="train", step=update, total_steps=updates, **numbers)
         models.actor.eval()  # ends the iteration that the engine's breakdown describes
         log.info("update %d/%d: %s", update, updates, models.actor.breakdown)
@@ -181,20 +185,27 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         clock.move(numbers["score_seconds"], "training", "scoring")
 
         # 6. Evaluate on held-out prompts; the last or the best weights become the artifacts.
-        last = update == updates
+        stopped = stop_reason(numbers, ppo.stop_kl)
+        last = update == updates or stopped is not None
         if last or (ppo.eval_every and update % ppo.eval_every == 0):
             latest = evaluations.evaluate(update, models.actor)
+            health.evaluation(update, latest.numbers(), [row.gold for row in latest.rows])
             clock.lap("evaluation")
             if best.offer(update, latest.numbers(), last=last):
                 report = latest
                 _save(models, run, dist, average, with_critic=ppo.save_critic)
                 clock.lap("saving")
+        if stopped is not None:
+            log.warning("training ends after update %d of %d: %s", update, updates, stopped)
+            break
 
     if dist.is_main:
         reports = {"base": base, "sft": before, "ppo": report}
         result = {
             **clock.result(),
-            "updates": updates,
+            "updates": update,
+            "stopped": stopped,
+            "warnings": health.warnings,
             **best.result(),
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},
             "rollout_checks": checks,
