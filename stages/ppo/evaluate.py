@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,6 +84,38 @@ class PolicyReport:
     reward_length_correlation: float | None
     gold_length_correlation: float | None
     rows: list[HeldOutAnswer]
+
+    @classmethod
+    def of(cls, rows: Iterable[HeldOutAnswer]) -> PolicyReport:
+        """The numbers of all ranks' answers; sums run in the order of the prompts.
+
+        Raises:
+            NonFiniteError: a reward or KL is not finite.
+        """
+        rows = sorted(rows, key=lambda row: row.uid)
+        bad = [r for r in rows if not (math.isfinite(r.reward) and math.isfinite(r.kl))]
+        if bad:
+            raise NonFiniteError(
+                f"{len(bad)} of {len(rows)} held-out answers have a score or KL that is not "
+                "finite: check the reward model and the actor's weights"
+            )
+        count = len(rows)
+        tokens = sum(len(row.tokens) for row in rows)
+        reward = sum(row.reward for row in rows) / count
+        golds = [row.gold for row in rows if row.gold is not None]
+        return cls(
+            reward=reward,
+            reward_std=math.sqrt(sum((row.reward - reward) ** 2 for row in rows) / count),
+            gold=sum(golds) / count if golds else None,
+            kl_per_answer=sum(row.kl for row in rows) / count,
+            entropy=sum(row.entropy for row in rows) / max(tokens, 1),
+            distinct_3=distinct_n([row.tokens for row in rows]),
+            answer_length=tokens / count,
+            eos_rate=sum(row.stopped for row in rows) / count,
+            reward_length_correlation=_with_length([row.reward for row in rows], rows),
+            gold_length_correlation=_with_length(golds, rows) if golds else None,
+            rows=rows,
+        )
 
     @property
     def answers(self) -> list[str]:
@@ -178,7 +211,7 @@ def evaluate_policy(
         strict=True,
     )
     per_answer = [HeldOutAnswer(*row) for row in columns]
-    return _report([row for part in dist.gather_objects(per_answer[:count]) for row in part])
+    return PolicyReport.of(chain.from_iterable(dist.gather_objects(per_answer[:count])))
 
 
 @whole_rows()
@@ -195,34 +228,6 @@ def _both_logprobs(
     if policy is models.reference:
         return logprobs_BT, entropy_BT, logprobs_BT
     return logprobs_BT, entropy_BT, score_policy(models.reference, answers, **how)[0]
-
-
-def _report(rows: list[HeldOutAnswer]) -> PolicyReport:
-    """The numbers of all ranks' answers; sums run in the order of the prompts."""
-    rows = sorted(rows, key=lambda row: row.uid)
-    bad = [r for r in rows if not (math.isfinite(r.reward) and math.isfinite(r.kl))]
-    if bad:
-        raise NonFiniteError(
-            f"{len(bad)} of {len(rows)} held-out answers have a score or KL that is not finite: "
-            "check the reward model and the actor's weights"
-        )
-    count = len(rows)
-    tokens = sum(len(row.tokens) for row in rows)
-    reward = sum(row.reward for row in rows) / count
-    golds = [row.gold for row in rows if row.gold is not None]
-    return PolicyReport(
-        reward=reward,
-        reward_std=math.sqrt(sum((row.reward - reward) ** 2 for row in rows) / count),
-        gold=sum(golds) / count if golds else None,
-        kl_per_answer=sum(row.kl for row in rows) / count,
-        entropy=sum(row.entropy for row in rows) / max(tokens, 1),
-        distinct_3=distinct_n([row.tokens for row in rows]),
-        answer_length=tokens / count,
-        eos_rate=sum(row.stopped for row in rows) / count,
-        reward_length_correlation=_with_length([row.reward for row in rows], rows),
-        gold_length_correlation=_with_length(golds, rows) if golds else None,
-        rows=rows,
-    )
 
 
 def _with_length(scores: Sequence[float], rows: Sequence[HeldOutAnswer]) -> float | None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from data_sources.examples import PromptExample
 from data_sources.records import Message, Record
@@ -11,8 +10,6 @@ from rlhf_app.config.schema import PPOConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import EncodedAnswer, UnsupportedTurns
 from rlhf_app.models.scalar_head import ScoreStats
-from rlhf_app.training.accumulate import NonFiniteError
-from stages.ppo.evaluate import _Answer, _report
 from stages.ppo.experience import lay_out
 from stages.ppo.reward import RewardScorer
 
@@ -86,12 +83,3 @@ def test_turns_that_its_template_refuses_name_the_prompt():
     prompts, responses = [prompt("refused")], [[1]]
     with pytest.raises(ConfigError, match="prompt u cannot be written"):
         scorer(LastId())(lay_out([[1]], responses), prompts, responses, [True])
-
-
-def test_a_non_finite_evaluation_is_an_error():
-    good = _Answer(0, "a", [1, 2, 3], True, 0.5, 0.1, None)
-    bad = _Answer(1, "b", [1, 2, 3], True, float("nan"), 0.1, None)
-    assert _report([good]).reward == 0.5
-    with pytest.raises(NonFiniteError, match="1 of 2 held-out answers"):
-        _report([good, bad])
-    assert torch.isfinite(torch.tensor(_report([good]).kl_per_answer))
