@@ -32,6 +32,7 @@ def flags(**given: Any) -> Flags:
     names = [
         "actor_model",
         "reward_model",
+        "reward_source",
         "actor_zero_stage",
         "reward_zero_stage",
         "lora_rank",
@@ -95,6 +96,11 @@ def test_a_flag_of_its_own_beats_set_and_names_itself() -> None:
     given = flags(seed=5, set_values=["seed=9", "ppo.kl_coef=0.2"], data=["a=2", "b"])
     assert settings(given) == {"seed": 5, "ppo.kl_coef": 0.2, "data.sources": ["a=2", "b"]}
     assert [o.origin for o in given.overrides() if o.key == "seed"] == ["--set", "--seed"]
+
+
+def test_reward_sources_are_a_list() -> None:
+    given = flags(reward_source=["model", "my.py:score=0.5"])
+    assert settings(given) == {"ppo.rewards": ["model", "my.py:score=0.5"]}
 
 
 def test_stage_commands_fix_the_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "file.txt").write_text("x")
+    for name, labels in (("one-label", {"id2label": {"0": "LABEL_0"}}), ("two-labels", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert"} | labels))
     (tmp_path / "score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
 
 
@@ -96,6 +100,20 @@ SIZES = [
     (["gold.scorer=dir/none.py:good"], 1, "--gold dir/none.py:good: no file dir/none.py"),
     ([f"gold.scorer={'x' * 300}.py:good"], 1, "no file xxx"),
     (["ppo.actor.zero_stage=3"], 2, None),
+    (["ppo.rewards=[model, 'score.py:good', 'http://h/x', some/classifier]"], 1, None),
+    (["ppo.rewards='no_such_package:f'"], 1, "--reward-source no_such_package:f: no module no_su"),
+    (["ppo.rewards='score.py:bad'"], 1, "--reward-source score.py:bad: score.py has no bad"),
+    (["ppo.rewards='none.py:good'"], 1, "--reward-source none.py:good: no file none.py"),
+    (["ppo.rewards='none.py:good'", "stages=[sft]"], 1, None),
+    (["ppo.rewards=./nowhere"], 1, "--reward-source ./nowhere: no such directory"),
+    (["ppo.rewards=score.py"], 1, "score.py: is a file; name a function in it as score.py:funct"),
+    (["ppo.rewards=plain-dir"], 1, "--reward-source plain-dir: has no readable config.json"),
+    (["ppo.rewards=two-labels"], 1, "two-labels: has 2 labels (0 LABEL_0, 1 LABEL_1); name the"),
+    (["ppo.rewards=[{classifier: two-labels, label: 1}]"], 1, None),
+    (["ppo.rewards=[{classifier: two-labels, label: label_1}]"], 1, None),
+    (["ppo.rewards=[{classifier: two-labels, label: good}]"], 1, "no label good; it has 0 LABEL"),
+    (["ppo.rewards=one-label"], 1, None),
+    (["ppo.rewards=[{classifier: one-label, label: 1}]"], 1, "no label 1; it has 0 LABEL_0"),
 ]
 
 

@@ -133,6 +133,39 @@ def test_an_edited_gold_scorer_concerns_ppo_alone(configure: Callable[..., RunCo
         actions(config, run, manifest)
 
 
+def test_an_edited_reward_function_concerns_ppo_alone(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
+    Path("classifier").mkdir()
+    Path("classifier/config.json").write_text("{}")
+    config = configure("ppo.rewards=[model, 'score.py:good', classifier]")
+    manifest = finish(config, run, STAGES)
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    Path("score.py").write_text("def good(prompts, answers): return [2.0] * len(answers)")
+    with pytest.raises(ConfigError, match=r"out/ppo is fini.*ppo\.rewards\[1\] \w{12} -> \w{12}"):
+        actions(config, run, manifest)
+    Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
+    Path("classifier/config.json").write_text("{} ")
+    with pytest.raises(ConfigError, match=r"out/ppo is fini.*ppo\.rewards\[2\] \w{12} -> \w{12}"):
+        actions(config, run, manifest)
+
+
+def test_changed_rewards_make_ppo_stale_but_not_a_new_password(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    config = configure("ppo.rewards='http://me:one@h/x?token=one'")
+    manifest = finish(config, run, STAGES)
+    assert "one" not in run.manifest.read_text().replace('"none"', "")
+    other = configure("ppo.rewards='http://me:two@h/x?token=two'")
+    assert actions(other, run, manifest) == ["reuse"] * 3
+    for change in ("[{http: 'http://h/x', weight: 2}]", "'http://g/x'", "model"):
+        with pytest.raises(ConfigError, match=r"out/ppo is finished, but would change: "):
+            actions(configure(f"ppo.rewards={change}"), run, manifest)
+
+
 def test_moved_data_is_the_same_data(configure: Callable[..., RunConfig], data_file: Path) -> None:
     run = RunDirectory(Path("out"))
     manifest = finish(configure(), run, STAGES)
@@ -219,6 +252,8 @@ INSIDE = [
     ("out/ppo/rows", "data.ppo=[out/ppo/../ppo/rows]", "--ppo-data out/ppo/../ppo/rows"),
     ("out/sft/rows", "data.eval=[link/rows]", "--eval-data link/rows"),
     ("out/ppo/s.py", "gold.scorer=out/ppo/s.py:f", "--gold out/ppo/s.py"),
+    ("out/ppo/s.py", "ppo.rewards='out/ppo/s.py:f'", "--reward-source out/ppo/s.py"),
+    ("out/ppo/c", "ppo.rewards=[model, out/ppo/c]", "--reward-source out/ppo/c"),
 ]
 
 

@@ -72,6 +72,17 @@ def test_layout() -> None:
             "ppo",
             {"actor": "a/b", "reward": "c/d", "base": "a/b"},
         ),
+        (
+            ["model.actor=a/b", "stages=[sft,ppo]", "ppo.rewards='m:f'"],
+            "ppo",
+            {"actor": "out/sft/model", "base": "a/b"},
+        ),
+        # There is one, but it scores nothing.
+        (
+            ["model.actor=a/b", "model.reward=c/d", "stages=[ppo]", "ppo.rewards=[e/f]"],
+            "ppo",
+            {"actor": "a/b", "base": "a/b"},
+        ),
     ],
 )
 def test_stage_inputs(
