@@ -22,6 +22,7 @@ from stages.ppo.batching import score_batches
 from stages.ppo.experience import Answers, AnswerTable
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
+from stages.ppo.reward_sources.combined import score_answers
 from stages.ppo.rollout import sampling_params
 
 # One fixed rollout step, so that every policy answers with the same random numbers and the
@@ -185,20 +186,14 @@ def evaluate_policy(
     if gold and count:
         golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
     table = AnswerTable([p.input_ids for p in mine], rollout.tokens, dist.device)
-    kl_N, entropy_N, scores_N = torch.zeros(3, len(mine), device=dist.device)
-    for rows in score_batches(table.lengths, ppo, dist):
-        answers = table.layout(rows)
+    kl_N, entropy_N = torch.zeros(2, len(mine), device=dist.device)
+    batches = [(rows, table.layout(rows)) for rows in score_batches(table.lengths, ppo, dist)]
+    for _, answers in batches:
         logprobs_BT, entropy_BT, reference_BT = _both_logprobs(policy, models, answers, ppo)
         kl_BT = torch.where(answers.action_mask_BT, logprobs_BT - reference_BT, 0.0)
         kl_N.index_copy_(0, answers.rows_B, kl_BT.sum(dim=1))
         entropy_N.index_copy_(0, answers.rows_B, entropy_BT.sum(dim=1))
-        scores_B = models.scorer(
-            answers,
-            [mine[row] for row in rows],
-            [rollout.tokens[row] for row in rows],
-            [rollout.stopped[row] for row in rows],
-        )
-        scores_N.index_copy_(0, answers.rows_B, scores_B)
+    scores_N = score_answers(models.scorer, batches, mine, rollout.tokens, rollout.stopped)
     columns = zip(
         uids,
         texts,

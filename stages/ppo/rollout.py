@@ -27,6 +27,7 @@ from stages.ppo.estimate import estimate_advantages
 from stages.ppo.experience import Answers, AnswerTable, Experience
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
+from stages.ppo.reward_sources.combined import score_answers
 from stages.ppo.rollout_stats import RolloutStats, ScoredAnswers, rollout_sums
 
 
@@ -207,16 +208,14 @@ def _score(
             for answers in batches:
                 values_BL = models.critic(answers.input_ids_BL, answers.position_ids_BL)
                 answers.put(answers.at_actions(values_BL), values_NT)
-    scores_N = torch.zeros(len(table), device=dist.device)
     with clock.phase("reward"):
-        for rows, answers in zip(parts, batches, strict=True):
-            scores_B = models.scorer(
-                answers,
-                [prompts[row] for row in rows],
-                [rollout.tokens[row] for row in rows],
-                [rollout.stopped[row] for row in rows],
-            )
-            scores_N.index_copy_(0, answers.rows_B, scores_B)
+        scores_N = score_answers(
+            models.scorer,
+            list(zip(parts, batches, strict=True)),
+            prompts,
+            rollout.tokens,
+            rollout.stopped,
+        )
     sampled_NT = pad_sequence(rollout.logprobs, batch_first=True)
     if sampled_NT.shape[1] < size[1]:
         sampled_NT = sampled_NT.new_zeros(size)  # no answer has a token

@@ -1,11 +1,11 @@
 """The score of an answer: a weighted sum of sources, then the missing-EOS rule.
 
-Legend: B answers of a batch.
+Legend: N all answers of this rank, B answers of a batch, S sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from stages.ppo.experience import Answers
 from stages.ppo.reward import RewardScorer, apply_rules
 from stages.ppo.reward_sources.classifier import ClassifierReward
 from stages.ppo.reward_sources.texts import TextAnswers, TextSource
+
+#: Places of some answers among those of this rank, and their layout.
+Batch = tuple[Sequence[int], Answers]
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,6 @@ class CombinedScorer:
         self._sums = torch.zeros(len(self.sources), dtype=torch.float64, device=dist.device)
         self._count = 0
 
-    @torch.no_grad()
     def __call__(
         self,
         answers: Answers,
@@ -82,28 +84,48 @@ class CombinedScorer:
         responses: Sequence[Sequence[int]],
         stopped: Sequence[bool],
     ) -> torch.Tensor:
-        """Weighted sum of the sources' normalised scores, with the missing-EOS rule applied.
-
-        Every rank calls, as often as the others.
+        """Scores of one batch, as fp32 scores_B; `score_all` says the rest.
 
         Args:
             answers: layout of `prompts` and `responses` in the actor's ids.
             prompts: the rows' prompts.
             responses: the rows' answers, ragged.
             stopped: whether each answer ends with a stop token.
+        """
+        return self.score_all([(range(len(prompts)), answers)], prompts, responses, stopped)
+
+    @torch.no_grad()
+    def score_all(
+        self,
+        batches: Sequence[Batch],
+        prompts: Sequence[PromptExample],
+        responses: Sequence[Sequence[int]],
+        stopped: Sequence[bool],
+    ) -> torch.Tensor:
+        """Weighted sum of the sources' normalised scores, with the rules of the score applied.
+
+        The stage-2 model runs batch after batch; a source that reads text is called once, with
+        all answers, so that a server or a judge can answer them side by side. Every rank calls,
+        with equally many batches.
+
+        Args:
+            batches: of the answers below, each in one of them.
+            prompts: this rank's prompts.
+            responses: this rank's answers, ragged.
+            stopped: whether each answer ends with a stop token.
 
         Returns:
-            fp32 scores_B on the device of `answers`.
+            fp32 scores_N on the training device.
 
         Raises:
             ConfigError: on every rank, where a source gave no usable scores on any of them.
         """
-        device = answers.input_ids_BL.device
+        device = self._dist.device
         raw: dict[str, torch.Tensor] = {}
         # First the stage-2 model: inside a split critic its forward needs every rank.
         for term in self.sources:
             if isinstance(term.source, RewardScorer):
-                raw[term.name] = term.source.raw(answers, prompts, responses, stopped)
+                raw[term.name] = _by_batch(term.source.raw, batches, prompts, responses, stopped)
         error: Exception | None = None
         try:
             texts = TextAnswers(prompts, [self._format.decode(tokens) for tokens in responses])
@@ -116,13 +138,13 @@ class CombinedScorer:
         except Exception as caught:
             error = caught
         self._agree(error)
-        normal_SB = torch.stack([term.normalise(raw[term.name]) for term in self.sources])
-        self._sums += normal_SB.sum(dim=1, dtype=torch.float64)
+        normal_SN = torch.stack([term.normalise(raw[term.name]) for term in self.sources])
+        self._sums += normal_SN.sum(dim=1, dtype=torch.float64)
         self._count += len(prompts)
-        scores_B = torch.zeros_like(normal_SB[0])
-        for term, normal_B in zip(self.sources, normal_SB, strict=True):
-            scores_B += term.weight * normal_B
-        return apply_rules(scores_B, responses, stopped, self._settings)
+        scores_N = torch.zeros_like(normal_SN[0])
+        for term, normal_N in zip(self.sources, normal_SN, strict=True):
+            scores_N += term.weight * normal_N
+        return apply_rules(scores_N, responses, stopped, self._settings)
 
     def take_means(self) -> dict[str, float]:
         """Mean of each source since the last call, over all ranks, under its metric name.
@@ -158,3 +180,35 @@ class CombinedScorer:
             Agreement(torch_dist.group.WORLD).settle(Terms(), error)
         elif error is not None:
             raise error
+
+
+def score_answers(
+    scorer: Callable[..., torch.Tensor],
+    batches: Sequence[Batch],
+    prompts: Sequence[PromptExample],
+    responses: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+) -> torch.Tensor:
+    """Final scores_N of all answers of this rank, by any scorer; see `CombinedScorer.score_all`."""
+    if isinstance(scorer, CombinedScorer):
+        return scorer.score_all(batches, prompts, responses, stopped)
+    return _by_batch(scorer, batches, prompts, responses, stopped)
+
+
+def _by_batch(
+    score: Callable[..., torch.Tensor],
+    batches: Sequence[Batch],
+    prompts: Sequence[PromptExample],
+    responses: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+) -> torch.Tensor:
+    scores_N = torch.zeros(len(prompts), device=batches[0][1].input_ids_BL.device)
+    for rows, answers in batches:
+        scores_B = score(
+            answers,
+            [prompts[row] for row in rows],
+            [responses[row] for row in rows],
+            [stopped[row] for row in rows],
+        )
+        scores_N.index_copy_(0, to_device(torch.tensor(list(rows)), scores_N.device), scores_B)
+    return scores_N

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import logging
@@ -96,9 +97,7 @@ class HttpReward:
         except urllib.error.HTTPError as error:
             if error.code in _RETRIED_STATUS:
                 raise _Failed(f"status {error.code}") from None
-            moved = error.headers.get("Location") if 300 <= error.code < 400 else None
-            hint = f"; it redirects to {without_secrets(moved)}: name that" if moved else ""
-            raise self._error(f"status {error.code}{hint}") from None
+            raise self._error(f"status {error.code}{_reason(error)}") from None
         except (TimeoutError, OSError, http.client.HTTPException) as error:
             raise _Failed(self._describe(error)) from None
 
@@ -147,6 +146,17 @@ class HttpReward:
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"reward endpoint {self._shown}: {what}")
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the server says about a request that it refuses."""
+    moved = error.headers.get("Location") if 300 <= error.code < 400 else None
+    if moved:
+        return f"; it redirects to {without_secrets(moved)}: name that"
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        body = without_secrets(_short(error.read(4 * _SHOWN).decode(errors="replace")))
+        return f": {body}" if body else ""
+    return ""
 
 
 def _short(text: str) -> str:

@@ -17,10 +17,10 @@ from rlhf_app.config.schema import PPOConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.scalar_head import ScoreStats
 from rlhf_app.training.distributed import Dist
-from stages.ppo.experience import lay_out
+from stages.ppo.experience import AnswerTable, lay_out
 from stages.ppo.reward import RewardScorer
 from stages.ppo.reward_sources.build import combine, load_text_sources
-from stages.ppo.reward_sources.combined import CombinedScorer
+from stages.ppo.reward_sources.combined import CombinedScorer, score_answers
 from stages.ppo.reward_sources.function import FunctionReward
 
 ALONE = Dist(0, 0, 1, torch.device("cpu"))
@@ -80,6 +80,25 @@ def test_the_sum_by_hand():
     assert found.take_means() == pytest.approx({"reward_size": 1.0, "reward_model": 4.25 / 3})
     score(found)
     assert found.take_means() == pytest.approx({"reward_size": 1.0, "reward_model": 4.25 / 3})
+
+
+def test_text_sources_are_asked_once_for_all_answers_of_a_rank():
+    calls = []
+
+    def keeps(answers):
+        calls.append(answers.responses)
+        return lengths(answers)
+
+    found = scorer(["model", "m:size"], {"size": keeps})
+    table = AnswerTable([p.input_ids for p in PROMPTS], RESPONSES)
+    batches = [(rows, table.layout(rows)) for rows in ([2, 0], [1])]
+    scores = score_answers(found, batches, PROMPTS, RESPONSES, STOPPED)
+    assert calls == [["4", "5 20", "6 7 9"]]
+    # .5 + 1, 4.5 + 4 - 1, 1.75 + 5
+    assert scores.tolist() == [1.5, 7.5, 6.75]
+    # The model alone, and any other scorer, batch after batch.
+    alone = score_answers(scorer("model"), batches, PROMPTS, RESPONSES, STOPPED)
+    assert alone.tolist() == [0.5, 3.5, 1.75]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_it_never_works(serve):
 
 def test_a_wrong_request_is_not_repeated(serve):
     endpoint = serve(lambda n, handler: send(handler, b"no such path", 404))
-    assert fails(endpoint.url, retries=5) == f"reward endpoint {endpoint.url}: status 404"
+    message = fails(endpoint.url, retries=5)
+    assert message == f"reward endpoint {endpoint.url}: status 404: no such path"
     assert len(endpoint.seen) == 1
 
 
