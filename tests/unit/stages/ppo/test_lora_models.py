@@ -13,6 +13,7 @@ from data_sources.records import Message, Record
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.models.scalar_head import (
     RewardFacts,
+    ScalarHeadModel,
     ScoreStats,
     load_scalar_model,
     new_scalar_model,
@@ -176,6 +177,27 @@ def test_one_base_serves_two_models(paths, dist):
         second_head = 17 if ranks[1] else 0  # the reward model's own, 16 weights and a bias
         wanted = sum(n * base for n, base in zip(copies, bases, strict=True))
         assert held == wanted + adapters + second_head
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_without_a_critic_none_is_made_and_the_reward_model_stands_alone(rank, paths, dist):
+    """Adapters of the critic are asked for all the same, as `--lora-rank` does."""
+    config = configure(rank, rank, advantage_estimator="rloo", answers_per_prompt=2)
+    models = load(config, paths, dist)
+    plain = load_scalar_model(paths["reward"], dtype=torch.float32, device=dist.device)
+    assert models.critic is None
+    assert isinstance(models.scorer.model, ScalarHeadModel)
+    actor = tf.AutoModelForCausalLM.from_pretrained(paths["actor"])
+    adapters = sum(
+        p.numel() for name, p in models.actor.module.named_parameters() if "lora_" in name
+    )
+    held = weights(models.actor.module, models.reference, models.scorer.model)
+    actors = 1 if rank else 2  # with adapters the reference is the actor's base
+    assert held == actors * weights(actor) + weights(plain) + adapters
+    for update in (1, 2):
+        train(models, config, dist, update)
+    with torch.no_grad():
+        assert torch.equal(models.scorer.model(IDS), plain(IDS))
 
 
 @pytest.mark.slow

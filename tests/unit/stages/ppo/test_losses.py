@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from rlhf_app.config.schema import PPOConfig
+from stages.ppo.experience import Experience, lay_out
 from stages.ppo.losses import policy_loss, value_loss
+from stages.ppo.objective import actor_objective
 
 LN = math.log
 
@@ -137,3 +140,44 @@ def test_losses_do_not_depend_on_how_rows_are_cut():
     # sum of -A over tokens: -1 + 3 = 2, mean 0.5 over the 4 tokens of the batch.
     assert whole.item() / 4 == pytest.approx(0.5)
     assert float(parts) / 4 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (2.0, -1.0, 2.0, 2.0, 0),  # below the bound: free to fall
+        (5.0, -1.0, 3.0, 0.0, 1),  # held at -A * c
+        (5.0, -2.0, 6.0, 0.0, 1),
+        (0.5, -1.0, 0.8, 0.0, 1),  # the ordinary clip decides
+        (5.0, 1.0, -1.2, 0.0, 1),  # A > 0: the dual clip is none of its business
+        (0.01, 1.0, -0.01, -0.01, 0),
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, loss, gradient, clipped):
+    logprobs = torch.tensor([[LN(ratio)]], requires_grad=True)
+    got, sums = policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.tensor([[True]]),
+        clip_range=0.2, dual_clip=3.0,
+    )  # fmt: skip
+    (slope,) = torch.autograd.grad(got, logprobs)
+    assert got.item() == pytest.approx(loss, rel=1e-5)
+    assert slope.item() == pytest.approx(gradient, abs=1e-5)
+    assert sums["clipped"].item() == clipped
+
+
+def test_the_objective_is_policy_loss_plus_kl_minus_entropy():
+    """By hand, one token each: rho 1, A 2; d = ln 2, so k2 is ln(2)^2/2; entropy .5."""
+    logprobs = torch.tensor([[-1.0, 9.0]], requires_grad=True)
+    entropy = torch.tensor([[0.5, float("nan")]], requires_grad=True)
+    batch = Experience(
+        lay_out([[1, 2]], [[3]]), old_logprobs_BT=torch.tensor([[-1.0]]),
+        reference_BT=torch.tensor([[-1.0 - LN(2)]]), advantages_BT=torch.tensor([[2.0]]),
+    )  # fmt: skip
+    ppo = PPOConfig(kl_penalty="loss", kl_estimator="k2", entropy_coef=0.25)
+    loss, sums = actor_objective(logprobs[:, :1], entropy[:, :1], batch, ppo, kl_coef=0.3)
+    assert loss.item() == pytest.approx(-2.0 + 0.3 * LN(2) ** 2 / 2 - 0.25 * 0.5)
+    assert sums["kl_loss"].item() == pytest.approx(LN(2) ** 2 / 2)
+    slopes = torch.autograd.grad(loss, [logprobs, entropy])
+    # d/dlogp: -A rho + .3 x d; d/dH: -.25.
+    assert slopes[0][0].tolist() == pytest.approx([-2.0 + 0.3 * LN(2), 0.0])
+    assert slopes[1][0].tolist() == [-0.25, 0.0]

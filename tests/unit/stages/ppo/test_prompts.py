@@ -1,12 +1,14 @@
 """Prompt order and its division over ranks."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from rlhf_app.config.schema import PPOConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.training.distributed import Dist
-from stages.ppo.prompts import PromptStream, rank_uids
+from stages.ppo.prompts import PromptStream, one_pass, rank_uids, update_prompts
 
 
 def test_each_epoch_holds_every_prompt_once_in_another_order():
@@ -49,3 +51,25 @@ def test_rows_that_no_rank_would_answer_are_refused_on_every_rank(batch, micro, 
     for rank in range(ranks):
         with pytest.raises(ConfigError, match=f"ppo.rollout_batch_size = {batch}: is not"):
             rank_uids(ppo, Dist(rank, rank, ranks, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_answers_of_a_prompt_are_neighbours_and_prompts_are_used_equally_often(world_size):
+    """8 prompts, 4 a time with 3 answers each: two updates are a pass."""
+    ppo = PPOConfig(rollout_batch_size=12, answers_per_prompt=3, micro_batch_size=1, mini_batches=2)
+    assert one_pass(8, ppo) == 2
+    assert one_pass(9, ppo) == 3
+    used = Counter()
+    for update in range(1, 5):
+        answered = {}
+        for rank in range(world_size):
+            uids = rank_uids(ppo, Dist(rank, rank, world_size, torch.device("cpu")))
+            # As each rank has its own stream.
+            prompts = update_prompts(PromptStream(list("abcdefgh"), seed=3), update, uids, ppo)
+            answered |= dict(zip(uids, prompts, strict=True))
+        assert sorted(answered) == list(range(12))
+        for first in (0, 3, 6, 9):
+            assert answered[first] == answered[first + 1] == answered[first + 2]
+        assert len({answered[first] for first in (0, 3, 6, 9)}) == 4
+        used.update(answered.values())
+    assert set(used.values()) == {6}
