@@ -155,6 +155,7 @@ INPUTS = [
         "data.max_length = 2049: facebook/opt-350m takes 2048 tokens",
     ),
     (["stages=[ppo]"], "PPO needs a reward model"),
+    (["ppo.keep_best=gold", "ppo.eval_every=1"], "ppo.keep_best = gold: there is no gold scorer"),
 ]
 
 
@@ -178,6 +179,8 @@ def test_bad_inputs(model_dir: Path, data_file: Path, sets: list[str], message: 
         ["data.split=0,4,4", "data.sft=[pairs.jsonl]"],
         ["data.split=0,4,4", "stages=[reward, ppo]"],
         ["data.split=shared"],
+        ["ppo.keep_best=gold", "ppo.eval_every=1", "gold.scorer=score.py:good"],
+        ["ppo.keep_best=gold", "ppo.eval_every=1", "stages=[sft]"],
         ["stages=[ppo]", "model.reward=some/reward-model"],
     ],
 )
