@@ -1,4 +1,6 @@
-"""Gold scorers for the sentiment tests: VADER's compound score of the answer, and its negative."""
+"""Scorers for the sentiment tests: VADER's compound score of the answer, its negative, noise."""
+
+import hashlib
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -11,3 +13,9 @@ def positive(prompts: list[str], responses: list[str]) -> list[float]:
 
 def negative(prompts: list[str], responses: list[str]) -> list[float]:
     return [-score for score in positive(prompts, responses)]
+
+
+def random(prompts: list[str], responses: list[str]) -> list[float]:
+    """Uniform in [-1, 1), the same whenever the same text comes: nothing in it can be learnt."""
+    digests = [hashlib.sha256(response.encode()).digest() for response in responses]
+    return [int.from_bytes(digest[:4], "big") / 2**31 - 1 for digest in digests]

@@ -2,100 +2,51 @@
 
 stories260K answers its own openings; VADER's sentiment of the answers makes the pairs; the reward
 model learns from the pairs and PPO from the reward model. Gold could rise by accident, so the
-same pipeline with flipped labels must drive it down.
+same pipeline with flipped labels must drive it down, and with random labels leave it.
 
-`-m campaign` runs the whole experiment on three seeds; CI runs a smaller one on one seed.
+`-m campaign` runs the whole table of `sentiment_runs.py` (hours on one core; that file as a script
+runs it side by side); CI runs a smaller experiment on one seed.
 """
 
-import json
-import shutil
-import time
+import importlib.util
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-SETTINGS = """
-data: {chat_format: plain, split: shared}
-reward: {learning_rate: 1.0e-3, epochs: 2, batch_size: 64, micro_batch_size: 64}
-ppo:
-  actor: {learning_rate: 3.0e-4}
-  critic: {learning_rate: 1.0e-3}
-  rollout_batch_size: 128
-  ppo_epochs: 2
-  mini_batches: 4
-  micro_batch_size: 32
-  kl_coef: 0.05
-  reward_clip: 5
-  stop_at_eos: false
-  max_prompt_length: 17  # BOS and 16 sampled tokens
-  max_response_length: 40
-"""
+pytest.importorskip("vaderSentiment")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one run reports."""
+def _load() -> ModuleType:
+    path = Path(__file__).with_name("sentiment_runs.py")
+    specification = importlib.util.spec_from_file_location("sentiment_runs", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["sentiment_runs"] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
 
-    reward_accuracy: float
-    gold_before: float
-    gold: float
-    kl_per_answer: float
-    distinct_3: float
-    training_seconds: float
 
-
-Experiment = Callable[..., Outcome]
+runs = _load()
 
 
 @pytest.fixture
-def experiment(run_cli, shared_dir: Path, repo_root: Path, tmp_path: Path) -> Experiment:
-    """Makes pairs with one scorer, trains RM and PPO, and tracks VADER as gold."""
-    pytest.importorskip("vaderSentiment")
-    shutil.copy(repo_root / "tests" / "data" / "vader.py", tmp_path)
-    (tmp_path / "sentiment.yaml").write_text(SETTINGS)
+def runner_of(shared_dir: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Runner of a given size, on the shared model."""
     model = str(shared_dir / "models" / "stories260K")
-
-    def run(scorer: str, seed: int, *, openings: int, held_out: int, updates: int) -> Outcome:
-        out = f"{scorer}-{seed}"
-        pairs = run_cli(
-            "data", "make-pairs", "--model", model, "--scorer", f"vader:{scorer}",
-            "--self-prompts", str(openings), "--prompt-tokens", "16", "--num-answers", "6",
-            "--max-new-tokens", "40", "--no-eos", "--min-gap", "0.25", "--seed", str(seed),
-            "--eval-prompts", str(held_out), "--out", f"{out}.jsonl",
-            "--eval-out", f"{out}-eval.jsonl", timeout=600,
-        )  # fmt: skip
-        assert pairs.returncode == 0, pairs.stdout + pairs.stderr
-        began = time.monotonic()
-        done = run_cli(
-            "train", "--actor-model", model, "--data", f"{out}.jsonl",
-            "--eval-data", f"{out}-eval.jsonl", "--data-split", "shared", "--step", "2", "3",
-            "--config", "sentiment.yaml", "--set", f"ppo.updates={updates}",
-            "--gold", "vader:positive", "--seed", str(seed), "--output-dir", out,
-            "--deployment-type", "cpu", timeout=1200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        summary = json.loads((tmp_path / out / "summary.json").read_text())
-        ppo = summary["ppo"]
-        return Outcome(
-            reward_accuracy=summary["reward"]["eval_accuracy"],
-            gold_before=ppo["gold"]["sft"],
-            gold=ppo["gold"]["ppo"],
-            kl_per_answer=ppo["kl_per_answer"],
-            distinct_3=ppo["distinct_3"],
-            training_seconds=time.monotonic() - began,
-        )
-
-    return run
+    return lambda *size: runs.Runner(tmp_path, model, runs.Size(*size))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gold_follows_the_labels_both_ways(experiment: Experiment):
-    size = {"openings": 384, "held_out": 128, "updates": 14}
-    liked = experiment("positive", 1, **size)
-    disliked = experiment("negative", 1, **size)
+def test_gold_follows_the_labels_both_ways(runner_of):
+    runner = runner_of(384, 128, 14)
+    liked = runner.run(runs.Case("liked"), 1)
+    disliked = runner.run(runs.Case("disliked", "negative"), 1)
     assert liked.gold_before == pytest.approx(0.43, abs=0.12)
     assert liked.reward_accuracy >= 0.8
     assert disliked.reward_accuracy >= 0.8
@@ -108,18 +59,28 @@ def test_gold_follows_the_labels_both_ways(experiment: Experiment):
 
 @pytest.mark.campaign
 @pytest.mark.timeout(7200)
-def test_three_seeds_reach_the_reference(experiment: Experiment):
-    size = {"openings": 1024, "held_out": 256, "updates": 40}
-    golds = []
-    for seed in (1, 2, 3):
-        liked = experiment("positive", seed, **size)
-        disliked = experiment("negative", seed, **size)
-        print(f"seed {seed}: {liked}\n  flipped: {disliked}")
-        assert liked.reward_accuracy >= 0.88
-        assert liked.gold >= 0.82
-        assert liked.gold - disliked.gold >= 1.0
-        assert liked.kl_per_answer <= 9
-        assert liked.distinct_3 >= 0.24
-        assert liked.training_seconds <= 360
-        golds.append(liked.gold)
-    assert sum(golds) / 3 >= 0.85
+@pytest.mark.parametrize("case", runs.CASES, ids=[case.name for case in runs.CASES])
+def test_every_claim_of_the_table_holds(runner_of, case):
+    runner = runner_of(1024, 256, 40)
+    print(f"\n{runs.HEADER}")
+    outcomes = []
+    for seed in case.seeds:
+        outcomes.append(runner.run(case, seed))
+        print(runs.line(case, seed, outcomes[-1]))
+    print(runs.summary_line(case, outcomes))
+    assert runs.broken(case, outcomes) == []
+
+
+def test_random_labels_are_fixed_noise():
+    path = Path(__file__).parents[1] / "data" / "vader.py"
+    specification = importlib.util.spec_from_file_location("vader_scorers", path)
+    vader = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(vader)
+    texts = [f"a tale of {n} happy cats" for n in range(2000)]
+    scores = vader.random([""] * len(texts), texts)
+    assert vader.random([""], [texts[7]]) == [scores[7]]
+    assert min(scores) >= -1
+    assert max(scores) < 1
+    # Uniform in [-1, 1): mean 0 and variance 1/3, within four standard errors.
+    assert abs(sum(scores) / 2000) < 4 * (1 / 3 / 2000) ** 0.5
+    assert abs(sum(s * s for s in scores) / 2000 - 1 / 3) < 4 * (4 / 45 / 2000) ** 0.5
