@@ -26,7 +26,7 @@ from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
 from stages.ppo.reward import RewardScorer
-from stages.ppo.reward_sources.build import combine, load_text_sources
+from stages.ppo.reward_sources.build import combine, load_text_sources, model_source
 from stages.ppo.reward_sources.combined import CombinedScorer
 from stages.ppo.reward_sources.stage2 import load_stage2
 from stages.ppo.reward_sources.texts import TextSource
@@ -57,16 +57,16 @@ class PPOModels:
     suppress_ids: tuple[int, ...]
 
 
-def fold_normalisation(model: ScalarHeadModel, stats: ScoreStats) -> None:
-    """Rewrite the head in place so that it outputs (raw - mean) / std.
+def fold_normalisation(model: ScalarHeadModel, stats: ScoreStats, weight: float = 1.0) -> None:
+    """Rewrite the head in place so that it outputs weight x (raw - mean) / std.
 
     The critic then starts as the reward model's normalised score, affine included: it predicts
     rewards on the scale on which they arrive.
     """
     std = max(stats.std, stats.std_floor)
     with torch.no_grad():
-        model.head.bias.copy_((model.head.bias.float() - stats.mean) / std)
-        model.head.weight.copy_(model.head.weight.float() / std)
+        model.head.bias.copy_((model.head.bias.float() - stats.mean) / std * weight)
+        model.head.weight.copy_(model.head.weight.float() / std * weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,8 @@ def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
             critic = over_reward(stage2.model)
         else:
             critic = load_scalar_model(inputs["reward"], **for_critic)
-        fold_normalisation(critic, stage2.stats)
+        source, stats = model_source(ppo, stage2.stats)
+        fold_normalisation(critic, stats, source.weight)
 
     # The reference: with LoRA the actor's own base.
     reference = None

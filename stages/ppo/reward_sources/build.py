@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rlhf_app.config.rewards import RewardSource, source_names
 from rlhf_app.config.schema import PPOConfig, RunConfig
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.load import resolve_dtype
+from rlhf_app.models.scalar_head import ScoreStats
 from rlhf_app.training.distributed import Dist
 from stages.ppo.batching import score_limit
 from stages.ppo.reward import RewardScorer
@@ -81,19 +83,34 @@ def combine(
         return model
     terms = []
     for name, source in zip(source_names(settings.rewards), settings.rewards, strict=True):
-        mean, std, clip = 0.0, 1.0, source.clip
+        mean, std, clip = source.mean or 0.0, source.std or 1.0, source.clip
         if source.model:
             assert model is not None
-            mean, std = model.stats.mean, max(model.stats.std, model.stats.std_floor)
+            _, stats = model_source(settings, model.stats)
+            mean, std = stats.mean, max(stats.std, stats.std_floor)
             clip = settings.reward_clip if clip is None else clip
         terms.append(
             WeightedSource(
                 name=name,
                 source=model if source.model and model is not None else texts[name],
                 weight=source.weight,
-                mean=mean if source.mean is None else source.mean,
-                std=std if source.std is None else source.std,
+                mean=mean,
+                std=std,
                 clip=clip,
             )
         )
     return CombinedScorer(terms, settings, chat_format, dist)
+
+
+def model_source(settings: PPOConfig, stored: ScoreStats) -> tuple[RewardSource, ScoreStats]:
+    """The stage-2 model among the sources, and the statistics that its scores are normalised by.
+
+    Args:
+        settings: of stage 3; the model is one of its sources.
+        stored: statistics stored with the model, in force where the settings name no others.
+    """
+    source = next(source for source in settings.rewards if source.model)
+    stats = stored if source.mean is None else replace(stored, mean=source.mean)
+    if source.std is not None:
+        stats = replace(stats, std=source.std, std_floor=0.0)
+    return source, stats

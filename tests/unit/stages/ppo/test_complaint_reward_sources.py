@@ -127,6 +127,40 @@ def test_complaint_openrlhf242_any_classifier_of_another_family_scores_a_policy(
     assert found == pytest.approx([expected[0], expected[1] - 1.0], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("source", "mean", "std", "weight"),
+    [
+        ({}, 0.3, 1.7, 1.0),
+        ({"weight": -0.5}, 0.3, 1.7, -0.5),
+        ({"mean": 2.0, "std": 0.001, "weight": 3}, 2.0, 0.001, 3.0),
+    ],
+)
+def test_complaint_peers12_the_critic_starts_as_the_reward(actor, source, mean, std, weight):
+    """trlx#345: on the scale on which the reward model's scores arrive, weight included."""
+    words = [*MARKS, *WORDS]
+    path = save_model(actor.parent / "kin", words, 8)
+    model = new_scalar_model(str(path), dtype=torch.float32, device=DIST.device, seed=1)
+    facts = RewardFacts(ScoreStats(0.3, 1.7), 0, (2,), "plain")
+    tokenizer = tf.AutoTokenizer.from_pretrained(path)
+    save_scalar_model(model, tokenizer, actor.parent / "rm", DIST, facts)
+    config = RunConfig.model_validate(
+        {
+            "data": {"chat_format": "plain"},
+            "ppo": {
+                "rewards": [{"model": True, **source}], "max_prompt_length": 8,
+                "max_response_length": 8,
+            },
+        }
+    )  # fmt: skip
+    inputs = {"actor": str(actor), "reward": str(actor.parent / "rm")}
+    critic = load_parts(config, inputs, DIST).critic
+    text = f"{PROMPT}{ANSWER} </s>"
+    ids = torch.tensor([[words.index(word) for word in text.split()]])
+    raw = of_its_own_ids(actor.parent / "rm", words, text)
+    expected = weight * (raw - mean) / std
+    assert critic(ids)[0, -1].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_without_a_reward_model_the_critic_starts_neutral(actor):
     """From the actor's own trunk, with values of exactly 0."""
     config = RunConfig.model_validate(
