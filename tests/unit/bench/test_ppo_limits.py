@@ -103,6 +103,13 @@ def test_phases_without_work_are_left_out():
     assert "decode" not in small(answers=[1])
 
 
+def test_without_a_critic_it_has_no_phases():
+    phases = ppo_limits(RECIPE, ACTOR, None, CRITIC, H200)
+    whole = ppo_limits(RECIPE, ACTOR, CRITIC, CRITIC, H200)
+    assert whole.keys() - phases.keys() == {"values", "critic_forward_backward"}
+    assert all(phases[name] == whole[name] for name in phases)
+
+
 def report(steps: int = 1) -> PPOReport:
     loops = [
         Loop("engine", seconds=[9.0, 10.0, 30.0], phases={"prefill": 2.0, "old": 4.0}, tokens=50),

@@ -227,6 +227,18 @@ def test_models_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "the actor's base",
         "the critic's base, if ids are shared",
     ]
+    sets += ["lora.rank=8", "ppo.advantage_estimator=rloo", "ppo.answers_per_prompt=4"]
+    without = load_config(overrides=[parse_set(s) for s in sets]).config
+    lines = model_lines(without, RunDirectory(Path("out")))
+    assert [(line.role, line.trained) for line in lines if line.stage == "ppo"] == [
+        ("actor", "ZeRO 2, LoRA rank 8"),
+        ("reference", "the actor's base"),
+        ("reward", "frozen"),
+    ]
+    (line,) = [
+        line for line in batch_lines(without, Topology("cpu", "cpu", 1)) if line.startswith("ppo:")
+    ]
+    assert line.startswith("ppo: 64 answers to 16 prompts an update = mini-batches 1 x")
 
 
 def test_batches_of_a_plan() -> None:
