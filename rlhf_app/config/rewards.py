@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -99,10 +99,17 @@ class RewardSource(Section):
 
     @property
     def local_path(self) -> str:
-        """The file or directory (or Hub id) whose content gives the scores, or an empty text."""
-        if self.function is not None and self.function.rpartition(":")[0].endswith(".py"):
-            return self.function.rpartition(":")[0]
-        return self.classifier or ""
+        """The file or directory (or Hub id) whose content gives the scores, or an empty text.
+
+        A module has a file of its own where it lies in the current directory.
+        """
+        if self.function is None:
+            return self.classifier or ""
+        module = self.function.rpartition(":")[0]
+        if module.endswith(".py"):
+            return module
+        file = Path(*module.split(".")).with_suffix(".py")
+        return str(file) if file.is_file() else ""
 
     @property
     def shown(self) -> str:
@@ -156,8 +163,9 @@ def _check_address(address: str) -> None:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ValueError("http: expected an address such as http://localhost:5000/score")
-    if any(character.isspace() for character in address):
-        raise ValueError("http: an address has no spaces; write them as %20")
+    plain = address.isascii() and address.isprintable() and " " not in address
+    if not plain:
+        raise ValueError("http: write spaces and other special characters as %20 and the like")
 
 
 def parse_reward_source(text: str) -> dict[str, object]:
@@ -256,7 +264,7 @@ def _telling_name(source: RewardSource) -> str:
     if source.function is not None:
         text = source.function.rpartition(":")[2].rpartition(".")[2]
     elif source.classifier is not None:
-        text = PurePath(source.classifier).name
+        text = Path(source.classifier).name
     elif source.http is not None:
         text = urlsplit(source.http).hostname or "http"
     return re.sub(r"\W+", "_", text).strip("_") or source.kind

@@ -133,14 +133,15 @@ def test_an_edited_gold_scorer_concerns_ppo_alone(configure: Callable[..., RunCo
         actions(config, run, manifest)
 
 
+@pytest.mark.parametrize("module", ["score.py", "score"])
 def test_an_edited_reward_function_concerns_ppo_alone(
-    configure: Callable[..., RunConfig],
+    configure: Callable[..., RunConfig], module: str
 ) -> None:
     run = RunDirectory(Path("out"))
     Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
     Path("classifier").mkdir()
     Path("classifier/config.json").write_text("{}")
-    config = configure("ppo.rewards=[model, 'score.py:good', classifier]")
+    config = configure(f"ppo.rewards=[model, '{module}:good', classifier]")
     manifest = finish(config, run, STAGES)
     assert actions(config, run, manifest) == ["reuse"] * 3
     Path("score.py").write_text("def good(prompts, answers): return [2.0] * len(answers)")
