@@ -12,6 +12,8 @@ from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import read_model_config
 
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+# What the reward stage leaves beside its model.
+_OURS = "reward_config.json"
 _SCORER = re.compile(rf"({_DOTTED}|.+\.py):{_DOTTED}")
 
 
@@ -84,6 +86,11 @@ def _check_classifier(source: RewardSource, name: str) -> None:
     values = read_model_config(name)
     if values is None:
         raise ConfigError(f"{where}: has no readable config.json; name a Hugging Face model")
+    if (path / _OURS).is_file() and (source.mean is None or source.std is None):
+        raise ConfigError(
+            f"{where}: is a reward model of the reward stage: name it with --reward-model and the "
+            "source model, which applies its stored statistics; or set mean and std"
+        )
     _check_label(where, source, values.get("id2label"))
 
 

@@ -21,9 +21,11 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "file.txt").write_text("x")
-    for name, labels in (("one-label", {"id2label": {"0": "LABEL_0"}}), ("two-labels", {})):
+    one = {"id2label": {"0": "LABEL_0"}}
+    for name, labels in (("one-label", one), ("two-labels", {}), ("ours", one)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert"} | labels))
+    (tmp_path / "ours" / "reward_config.json").write_text("{}")
     (tmp_path / "score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
 
 
@@ -113,6 +115,8 @@ SIZES = [
     (["ppo.rewards=[{classifier: two-labels, label: label_1}]"], 1, None),
     (["ppo.rewards=[{classifier: two-labels, label: good}]"], 1, "no label good; it has 0 LABEL"),
     (["ppo.rewards=one-label"], 1, None),
+    (["ppo.rewards=ours"], 1, "ours: is a reward model of the reward stage: name it with --reward"),
+    (["ppo.rewards=[{classifier: ours, mean: 0.5, std: 2}]"], 1, None),
     (["ppo.rewards=[{classifier: one-label, label: 1}]"], 1, "no label 1; it has 0 LABEL_0"),
 ]
 
