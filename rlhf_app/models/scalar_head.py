@@ -102,8 +102,10 @@ class ScoreStats:
     std_floor: float = 0.01
 
     def normalise(self, raw: torch.Tensor, clip: float) -> torch.Tensor:
-        """clip((raw - mean) / max(std, std_floor), +-clip), any shape."""
-        return ((raw - self.mean) / max(self.std, self.std_floor)).clamp(-clip, clip)
+        """clip((raw - mean) / max(std, std_floor), +-clip), any shape; NaN for an infinite raw."""
+        clipped = ((raw - self.mean) / max(self.std, self.std_floor)).clamp(-clip, clip)
+        # The clip must not make an ordinary score of an overflow.
+        return torch.where(raw.isfinite(), clipped, torch.nan)
 
 
 @dataclass(frozen=True)

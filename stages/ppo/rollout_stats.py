@@ -69,6 +69,7 @@ def rollout_sums(
     _, returns, return_squares = moments(returns_NT, mask_NT)
     _, residual, residual_squares = moments(returns_NT - scored.values_NT, mask_NT)
     return sums | {
+        "value": torch.where(mask_NT, scored.values_NT, 0.0).double().sum(),
         "returns": returns,
         "return_squares": return_squares,
         "residual": residual,
@@ -89,13 +90,14 @@ class RolloutStats:
     sums: dict[str, float] = field(default_factory=dict)
 
     def check_finite(self, dist: Dist) -> None:
-        """Stop before the update where a score or log-prob is not finite.
+        """Stop before the update where a score, value or log-prob is not finite.
 
         Raises:
             NonFiniteError: on every rank, when any rank holds such a number.
         """
-        names = ("score", "kl", "entropy", "logprob_gap")
-        bad = [float(not math.isfinite(self.sums[name])) for name in names]
+        # The same on every rank, critic or not: each waits for the others' numbers.
+        names = ("score", "value", "kl", "entropy", "logprob_gap")
+        bad = [float(not math.isfinite(self.sums.get(name, 0.0))) for name in names]
         for name, count in zip(names, dist.sum(bad), strict=True):
             if count:
                 raise NonFiniteError(

@@ -46,9 +46,12 @@ class WeightedSource:
     clip: float | None = None
 
     def normalise(self, raw_B: torch.Tensor) -> torch.Tensor:
-        """clip((raw - mean) / std), any shape."""
+        """clip((raw - mean) / std), any shape; NaN for an infinite raw."""
         normal_B = (raw_B - self.mean) / self.std
-        return normal_B if self.clip is None else normal_B.clamp(-self.clip, self.clip)
+        if self.clip is not None:
+            normal_B = normal_B.clamp(-self.clip, self.clip)
+        # The clip must not make an ordinary score of an overflow.
+        return torch.where(raw_B.isfinite(), normal_B, torch.nan)
 
 
 class CombinedScorer:

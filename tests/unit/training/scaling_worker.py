@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data_sources.examples import SequenceExample
 from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import SFTConfig
-from rlhf_app.training.accumulate import NonFiniteError, optimizer_step
+from rlhf_app.training.accumulate import AddedLoss, NonFiniteError, optimizer_step
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.cross_entropy import cross_entropy
 from rlhf_app.training.deepspeed_config import engine_for
@@ -42,7 +42,19 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(dist, zero_stage, limit, clip, poison_rank=None):
+class Poison(torch.autograd.Function):
+    """The same number, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+
+def train(dist, zero_stage, limit, clip, poison_rank=None, poison="loss"):
     settings = SFTConfig(
         learning_rate=LR, lr_schedule="constant", warmup_ratio=0, max_grad_norm=clip,
         zero_stage=zero_stage,
@@ -56,6 +68,12 @@ def train(dist, zero_stage, limit, clip, poison_rank=None):
 
     def loss_fn(batch):
         loss, sums = cross_entropy(engine, batch)
+        if poison_rank == dist.rank and poison != "text":
+            loss = Poison.apply(loss) if poison == "gradient" else loss * float("nan")
+        return loss, sums
+
+    def text_loss(batch):
+        loss, sums = cross_entropy(engine, batch)
         return (loss * float("nan") if poison_rank == dist.rank else loss), sums
 
     slices = rank_slices(
@@ -65,10 +83,15 @@ def train(dist, zero_stage, limit, clip, poison_rank=None):
         collate([data[i] for i in part], "response", 0, dist.device, limit=16, filler=data[0])
         for part in slices
     ]
+    added = None
+    if poison == "text":
+        added = AddedLoss("ptx", batches, text_loss, tokens, 0.5)
     losses = []
     error = ""
     try:
-        losses = [optimizer_step(engine, batches, loss_fn, tokens, dist).loss for _ in range(STEPS)]
+        for _ in range(STEPS):
+            stats = optimizer_step(engine, batches, loss_fn, tokens, dist, added=added)
+            losses.append(stats.loss)
     except NonFiniteError as caught:
         error = str(caught)
     return {
@@ -90,7 +113,12 @@ def main(output: str) -> None:
             two = BatchLimit(2)
             results[f"zero{zero_stage} clipped"] = train(dist, zero_stage, two, 0.25)
             poison = dist.world_size - 1
-            results[f"zero{zero_stage} poisoned"] = train(dist, zero_stage, two, 0.0, poison)
+            for what in ("loss", "gradient", "text"):
+                results[f"zero{zero_stage} poisoned {what}"] = train(
+                    dist, zero_stage, two, 0.0, poison, what
+                )
+            # The same rows once more, as a second objective of half the weight, over other cuts.
+            results[f"zero{zero_stage} added"] = train(dist, zero_stage, two, 0.0, None, "text")
         if dist.is_main:
             torch.save(results, Path(output))
     finally:

@@ -49,7 +49,7 @@ def results(request, tmp_path_factory, repo_root):
     return torch.load(output, weights_only=True)
 
 
-def reference(worker, clip):
+def reference(worker, clip, times=1.0):
     model = worker.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=worker.LR)
     losses = []
@@ -60,7 +60,7 @@ def reference(worker, clip):
             logits = model(input_ids=ids).logits[0, row.response_start - 1 : -1]
             total = total + F.cross_entropy(logits, ids[0, row.response_start :], reduction="sum")
             count += len(row.input_ids) - row.response_start
-        (total / count).backward()
+        (times * total / count).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -81,9 +81,32 @@ def test_equals_plain_autograd(worker, results, case):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_nan_on_one_rank_stops_all_with_weights_untouched(worker, results, stage):
-    result = results[f"zero{stage} poisoned"]
+def test_an_added_objective_is_one_more_term(worker, results, stage):
+    """The rows a second time at weight 0.5: 1.5 times the gradient, and the loss of the first."""
+    expected, losses = reference(worker, 0.0, times=1.5)
+    result = results[f"zero{stage} added"]
+    assert result["losses"] == pytest.approx(losses, rel=1e-6)
+    for name, value in result["state"].items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=3e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("loss", ("the loss is not finite (nan) on 1 of ",)),
+        ("gradient", ("the gradient norm is not finite",)),
+        ("text", ("the ptx loss is not finite (nan) on 1 of ",)),
+    ],
+)
+def test_one_rank_gone_wrong_stops_all_with_weights_untouched(worker, results, stage, what, words):
+    """One rank's NaN reached the others through the gradient and then every weight (DSE, trl).
+
+    A rank that stopped by itself would leave the others waiting in the next collective.
+    """
+    result = results[f"zero{stage} poisoned {what}"]
     start = worker.model().state_dict()
-    assert all(" 1 of " in error and "nan" in error for error in result["errors"])
+    assert len(set(result["errors"])) == 1
+    assert all(word in result["errors"][0] for word in words)
     for name, value in result["state"].items():
         assert torch.equal(value, start[name])
