@@ -111,6 +111,10 @@ def main(out: Path, zero_stage: int, weights: str, budget: int) -> None:
         numbers.append(batch.stats.means(dist) | update_models(
             models, batch.experience, ppo, dist, seed=7, update=update
         ))  # fmt: skip
+    # The answers of one rank are single EOS tokens, whose KL is far below the other's.
+    batch = collect(models, [prompt(uid) for uid in uids], uids, ppo, dist, seed=7, update=3)
+    stopping = ppo.model_copy(update={"ppo_epochs": 4, "target_kl": 1e-7})
+    stopped = update_models(models, batch.experience, stopping, dist, seed=7, update=3)
     # Three prompts, then one: the last rank has one fewer, then none at all.
     evaluations = [
         evaluate_policy(
@@ -119,8 +123,12 @@ def main(out: Path, zero_stage: int, weights: str, budget: int) -> None:
         )
         for count in (3, 1)
     ]  # fmt: skip
+    steps = dist.gather_objects(
+        [stopped.get("target_kl_step"), models.actor.global_steps, models.critic.global_steps]
+    )
     if dist.is_main:
         report = {
+            "steps": steps,
             "numbers": numbers,
             "answers": answers,
             "evaluations": [e.numbers() for e in evaluations],

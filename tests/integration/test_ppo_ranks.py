@@ -66,5 +66,9 @@ def check(alone, split):
         assert theirs["logprob_gap_max"] < 1e-4
     assert split["numbers"][0]["first_ratio"] == 1.0
     assert split["numbers"][0]["kl_per_answer"] == 0.0
+    # Two updates of two steps, then one that ends after the step that saw the first one's KL.
+    assert alone["steps"] == [[2, 6, 6]]
+    assert split["steps"] == [[2, 6, 6]] * len(split["steps"])
+    assert {"reward_length_correlation", "entropy"} <= alone["evaluations"][0].keys()
     for mine, theirs in zip(alone["evaluations"], split["evaluations"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-5)

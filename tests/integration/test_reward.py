@@ -93,7 +93,11 @@ def test_every_layout_trains_the_same_model(
         **settings(epochs=2, zero_stage=zero_stage, micro_batch_size=micro),
     )  # fmt: skip
     for a, b in zip(one["metrics"], many["metrics"], strict=True):
-        for name in ("loss", "accuracy", "margin"):
+        names = ["loss", "accuracy", "margin"]
+        if a["kind"] == "eval":
+            names += ["calibration", "accuracy_chosen_longer", "accuracy_chosen_shorter"]
+            names += ["longer_wins", "shorter_wins", "score_length_correlation"]
+        for name in names:
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4)
     chosen, rejected = held_out_scores(many["model"])
     expected_chosen, expected_rejected = held_out_scores(one["model"])

@@ -261,7 +261,31 @@ def test_target_kl_stops_the_epochs(dist):
     models = build(ppo, dist)
     numbers = update_models(models, roll(models, ppo, dist).experience, ppo, dist, seed=7, update=1)
     # The first step sees KL 0; the second sees what the first did.
-    assert numbers["optimizer_steps"] == 2
+    assert numbers["optimizer_steps"] == numbers["target_kl_step"] == 2
+
+
+def test_without_a_stop_no_step_is_named(dist):
+    ppo = settings(ppo_epochs=2, target_kl=1e9)
+    models = build(ppo, dist)
+    numbers = update_models(models, roll(models, ppo, dist).experience, ppo, dist, seed=7, update=1)
+    assert "target_kl_step" not in numbers
+
+
+def test_correlation_of_reward_and_length_is_that_of_the_rollout(dist):
+    ppo = settings(missing_eos="ignore", reward_clip=100.0)
+    models = build(ppo, dist)
+    batch = roll(models, ppo, dist)
+    rewards, lengths = [], []
+    for e in batch.experience:
+        for row in range(len(e.answers)):
+            ids = e.answers.input_ids_BL[row, : e.answers.last_index_B[row] + 1]
+            with torch.no_grad():
+                rewards.append((models.scorer.model(ids.unsqueeze(0))[0, -1].item() - 0.3) / 1.7)
+            lengths.append(float(e.answers.action_mask_BT[row].sum()))
+    expected = torch.corrcoef(torch.tensor([rewards, lengths]).double())[0, 1].item()
+    assert abs(expected) > 0.05
+    means = batch.stats.means(dist)
+    assert means["reward_length_correlation"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_non_finite_scores_stop_before_the_update(dist):
