@@ -150,9 +150,10 @@ def test_it_trickles(serve):
 
     def reply(n: int, handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
-        handler.send_header("Content-Length", "100000")
+        handler.send_header("Content-Length", "100")
         handler.end_headers()
-        while not ended.wait(0.05):
+        for _ in range(100):
+            ended.wait(0.05)
             handler.wfile.write(b" ")
             handler.wfile.flush()
 
