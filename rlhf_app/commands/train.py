@@ -84,6 +84,7 @@ def execute(flags: options.Flags) -> None:
 def _without_effect(config: RunConfig) -> list[str]:
     from rlhf_app.config.lora import settings_without_effect
     from rlhf_app.config.rewards import rewards_without_effect
+    from rlhf_app.config.unused import ppo_without_effect
 
     groups = {
         "sft": config.sft.lora,
@@ -91,4 +92,8 @@ def _without_effect(config: RunConfig) -> list[str]:
         "ppo.actor": config.ppo.actor.lora,
         "ppo.critic": config.ppo.critic.lora,
     }
-    return [*settings_without_effect(groups, config.lora), *rewards_without_effect(config)]
+    return [
+        *settings_without_effect(groups, config.lora),
+        *rewards_without_effect(config),
+        *(ppo_without_effect(config.ppo) if "ppo" in config.stages else []),
+    ]
