@@ -21,7 +21,7 @@ ActorModel = Annotated[
     str | None,
     typer.Option(
         "--actor-model",
-        help="Base model: directory or Hub id (default: the built-in model).",
+        help="Base model: directory, GGUF file or Hub id (default: the built-in model).",
         rich_help_panel=_MODELS,
     ),
 ]

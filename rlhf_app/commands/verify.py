@@ -28,7 +28,7 @@ def verify(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="Causal LM: directory or Hub id (default: the built-in model)."
+            "--model", help="Causal LM: directory, GGUF file or Hub id (default: the built-in one)."
         ),
     ] = None,
     zero_stage: Annotated[

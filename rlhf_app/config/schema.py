@@ -80,7 +80,7 @@ class ModelConfig(Section):
 
     actor: Location | None = Field(
         None,
-        description="Base causal LM: a directory or Hub id. Unset: the embedded default model.",
+        description="Base causal LM: directory, GGUF file or Hub id. Unset: the embedded default.",
     )
     reward: Location | None = Field(
         None,
