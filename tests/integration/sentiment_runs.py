@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, pstdev
@@ -75,8 +75,8 @@ class Case:
 
 
 _LORA = (
-    "ppo.actor.lora.rank=16", "ppo.actor.lora.learning_rate=3e-3",
-    "ppo.critic.lora.rank=16", "ppo.critic.lora.learning_rate=3e-3",
+    "ppo.actor.lora.rank=16", "ppo.actor.lora.learning_rate=1e-3",
+    "ppo.critic.lora.rank=16", "ppo.critic.lora.learning_rate=2e-3",
 )  # fmt: skip
 _RLOO = ("ppo.advantage_estimator=rloo", "ppo.answers_per_prompt=4")
 
@@ -307,8 +307,8 @@ def main() -> int:
         making[case.labels, seed].result()
         return runner.run(case, seed)
 
-    for future in making.values():  # a run that waits for its pairs would hold a place
-        future.exception(timeout=max(1.0, ends - time.monotonic()))
+    # A run that waits for its pairs would hold a place.
+    wait(making.values(), timeout=max(1.0, ends - time.monotonic()))
     print(f"pairs made, {max(0.0, ends - time.monotonic()):.0f} s left", flush=True)
     waiting: dict[Future[Outcome], tuple[Case, int]] = {
         pool.submit(after_pairs, case, case.seeds[n]): (case, case.seeds[n]) for case, n in runs
