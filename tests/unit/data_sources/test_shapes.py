@@ -168,6 +168,7 @@ TABLE = [
         ([(U, "q")], "a", None, None),
     ),
     ("prompt alone", {"prompt": "q"}, ([(U, "q")], None, None, None)),
+    ("text alone", {"text": "t", "url": "u"}, ([(U, "t")], None, None, None)),
     (
         "prompt + response",
         {"question": "q", "human_answers": ["a", "b"], "chatgpt_answers": ["c"]},

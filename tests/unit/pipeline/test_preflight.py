@@ -158,6 +158,17 @@ INPUTS = [
         ["model.reward=facebook/opt-350m", "data.max_length=2049", "model.actor=some/model"],
         "data.max_length = 2049: facebook/opt-350m takes 2048 tokens",
     ),
+    (
+        ["ppo.ptx_coef=1", "ppo.ptx_data=[nope.jsonl]"],
+        "ppo.ptx_data nope.jsonl: no such file or directory",
+    ),
+    (
+        [
+            "stages=[ppo]", "data.sources=[]", "data.ppo=[pairs.jsonl]", "ppo.ptx_coef=2",
+            "ppo.rewards=[{function: 'score.py:good'}]",
+        ],
+        "ppo.ptx_coef 2 needs text: name some with ppo.ptx_data or --sft-data",
+    ),  # fmt: skip
     (["stages=[ppo]"], "PPO needs a reward model"),
     (["ppo.keep_best=gold", "ppo.eval_every=1"], "ppo.keep_best = gold: there is no gold scorer"),
 ]

@@ -312,3 +312,29 @@ def test_a_manifest_of_another_version(tmp_path: Path) -> None:
     with open_output_directory(RunDirectory(tmp_path), force=True) as manifest:
         assert manifest.stages == {}
         assert path.read_text() == old  # until a stage really starts
+
+
+def test_text_mixed_into_ppo_makes_it_stale(
+    tmp_path: Path, configure: Callable[..., RunConfig]
+) -> None:
+    run = RunDirectory(tmp_path / "out")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "once"}\n')
+    prompts = "data.ppo=[pairs.jsonl]"
+    own = configure("stages=[ppo]", prompts, "ppo.ptx_coef=1", "ppo.ptx_data=[text.jsonl]")
+    finish(configure(prompts), run, ("sft", "reward"))
+    manifest = finish(own, run, ("ppo",))
+    assert actions(own, run, manifest) == ["reuse"]
+    moved = configure("stages=[ppo]", prompts, "ppo.ptx_coef=1", f"ppo.ptx_data=[{text}]")
+    assert actions(moved, run, manifest) == ["reuse"]
+    text.write_text('{"text": "twice"}\n')
+    with pytest.raises(ConfigError, match=r"ppo\.ptx_data\[0\]"):
+        actions(own, run, manifest)
+    # Without text of its own it reads what SFT does.
+    default = stage_settings(configure(prompts, "ppo.ptx_coef=1"), "ppo")
+    assert {"data.sources", "data.split", "data.sft"} <= default.keys()
+    assert "data.sources[0]" in stage_fingerprints(
+        configure("stages=[ppo]", prompts, "ppo.ptx_coef=1"), run, "ppo"
+    )
+    off = stage_settings(configure(prompts), "ppo")
+    assert not {"data.sources", "data.split", "data.sft"} & off.keys()

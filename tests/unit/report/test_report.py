@@ -258,3 +258,18 @@ def test_batches_of_a_plan() -> None:
         "ppo: 64 answers an update = mini-batches 2 x micro-batches of at most 4096 tokens x "
         "processes 2; 6 optimizer step(s) an update",
     ]
+
+
+def test_what_looked_wrong_and_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [{"update": 4, "kind": "length", "text": "answers run away [sic]"}]
+    more = {"warnings": found, "stopped": "kl_per_answer 9.000 exceeds ppo.stop_kl 8"}
+    monkeypatch.setitem(RESULTS, "ppo", RESULTS["ppo"] | more)
+    run = finished(tmp_path, "ppo")
+    (tmp_path / "ppo" / "actor_ema").mkdir()
+    text = show(run)
+    assert "ppo, update 4: answers run away [sic]" in text
+    assert "ppo, ended after update 7: kl_per_answer 9.000 exceeds ppo.stop_kl 8" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("averaged actor "))
+    assert line.endswith(str(tmp_path / "ppo" / "actor_ema"))
