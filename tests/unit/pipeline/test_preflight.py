@@ -164,11 +164,14 @@ INPUTS = [
     ),
     (
         [
-            "stages=[ppo]", "data.sources=[]", "data.ppo=[pairs.jsonl]", "ppo.ptx_coef=2",
+            "stages=[ppo]",
+            "data.sources=[]",
+            "data.ppo=[pairs.jsonl]",
+            "ppo.ptx_coef=2",
             "ppo.rewards=[{function: 'score.py:good'}]",
         ],
         "ppo.ptx_coef 2 needs text: name some with ppo.ptx_data or --sft-data",
-    ),  # fmt: skip
+    ),
     (["stages=[ppo]"], "PPO needs a reward model"),
     (["ppo.keep_best=gold", "ppo.eval_every=1"], "ppo.keep_best = gold: there is no gold scorer"),
 ]
