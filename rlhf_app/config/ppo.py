@@ -63,8 +63,11 @@ class PPOConfig(Section):
         description="reward: subtracted from each token's reward. loss: kl_coef x its mean per "
         "token is added to the policy loss, with gradient (k2 or k3).",
     )
-    kl_clamp: float = Field(
-        10.0, gt=0, description="A token's penalty in the reward counts at most this many nats."
+    kl_clamp: float | None = Field(
+        None,
+        gt=0,
+        description="Most nats that a token's penalty in the reward counts, of either sign (10 is "
+        "usual). Unset: no bound.",
     )
     kl_controller: Literal["fixed", "adaptive"] = Field(
         "fixed",

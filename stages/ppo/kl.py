@@ -36,15 +36,18 @@ def kl_estimate(log_ratio_BT: torch.Tensor, estimator: Estimator) -> torch.Tenso
     return torch.expm1(-log_ratio_BT) + log_ratio_BT
 
 
-def kl_penalty(log_ratio_BT: torch.Tensor, estimator: Estimator, *, clamp: float) -> torch.Tensor:
-    """Estimates for a penalty in the reward, |estimate| <= clamp: one token cannot drown a batch.
+def kl_penalty(
+    log_ratio_BT: torch.Tensor, estimator: Estimator, *, clamp: float | None
+) -> torch.Tensor:
+    """Estimates for a penalty in the reward.
 
     Args:
         log_ratio_BT: log pi - log pi_ref, no gradient.
         estimator: see `kl_estimate`.
-        clamp: nats per token.
+        clamp: most nats of a token, of either sign, so that one cannot drown a batch; or None.
     """
-    return kl_estimate(log_ratio_BT, estimator).clamp(-clamp, clamp)
+    estimates_BT = kl_estimate(log_ratio_BT, estimator)
+    return estimates_BT if clamp is None else estimates_BT.clamp(-clamp, clamp)
 
 
 def kl_loss(

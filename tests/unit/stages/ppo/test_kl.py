@@ -70,6 +70,7 @@ def test_a_token_pays_at_most_the_clamp():
     ratios = torch.tensor([0.3, 25.0, -25.0, -800.0])
     assert kl_penalty(ratios, "k1", clamp=10.0).tolist() == pytest.approx([0.3, 10, -10, -10])
     assert kl_penalty(ratios, "k3", clamp=10.0)[1:].tolist() == [10.0, 10.0, 10.0]
+    assert torch.equal(kl_penalty(ratios, "k1", clamp=None), ratios)
 
 
 def test_a_fixed_coefficient_stays():
