@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,16 +91,30 @@ def save_causal_lm(
     if state is None:
         state = gather_state_dict(model, dist)
     if dist.is_main:
-        with atomic_directory(directory) as temporary:
+        with atomic_directory(directory) as temporary, _copies_of_configs(model):
             # Training turned the cache off; a loaded artifact should generate with it.
             model.config.use_cache = True
             _fit_generation_config(model, tokenizer, stop_ids)
             model.save_pretrained(temporary, state_dict=merge_state(model, state))
-            model.config.use_cache = False
             if has_adapters(model):
                 save_adapter(model, state, temporary / ADAPTER)
             tokenizer.save_pretrained(temporary)
     dist.barrier()
+
+
+@contextmanager
+def _copies_of_configs(model: Any) -> Iterator[None]:
+    """The model has copies of its configs for a while; saving changes those.
+
+    transformers writes the dtype into the config as a string. Where training goes on after that,
+    ranks whose configs differ gather the weights that ZeRO-3 split in unlike ways, and abort.
+    """
+    config, generation = model.config, model.generation_config
+    model.config, model.generation_config = copy.deepcopy(config), copy.deepcopy(generation)
+    try:
+        yield
+    finally:
+        model.config, model.generation_config = config, generation
 
 
 def _fit_generation_config(model: Any, tokenizer: Any, stop_ids: Sequence[int]) -> None:

@@ -63,6 +63,17 @@ def test_plain_transformers_loads_the_artifact(model, tokenizer, tmp_path):
     assert model.config.use_cache is False
 
 
+def test_training_goes_on_with_the_same_configs(model, tokenizer, tmp_path):
+    """The writing rank's config must not come to differ from that of the others."""
+    config, generation = model.config, model.generation_config
+    model.config.use_cache = False
+    before = config.to_dict(), config.dtype, generation.to_dict()
+    save_causal_lm(model, tokenizer, tmp_path / "out", DIST, stop_ids=(2, 7))
+    assert model.config is config
+    assert model.generation_config is generation
+    assert (config.to_dict(), config.dtype, generation.to_dict()) == before
+
+
 def test_one_stop_id_is_written_as_a_number(model, tokenizer, tmp_path):
     save_causal_lm(model, tokenizer, tmp_path / "out", DIST, stop_ids=(7,))
     assert tf.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 7
