@@ -29,10 +29,10 @@ class Falling(nn.Module):
         return (self.w * factor).sum()
 
 
-def engine_of(dist, zero_stage, dtype):
+def engine_of(dist, zero_stage, dtype, offload="none"):
     settings = SFTConfig(
         learning_rate=STEP, lr_schedule="constant", warmup_ratio=0, zero_stage=zero_stage,
-        max_grad_norm=0,
+        max_grad_norm=0, offload_optimizer=offload,
     )  # fmt: skip
     return engine_for(
         Falling(), settings, dtype=dtype, micro_batch_size=1, total_steps=300, dist=dist,
@@ -86,6 +86,16 @@ def test_weights_are_the_average_and_the_model_stays_itself(dist, zero_stage, dt
     assert average.distances()["sft_distance"] == pytest.approx(24 * STEP, rel=1e-5)
     expected = torch.full((6,), 1 - fallen(24, 0.5)).to(dtype)
     torch.testing.assert_close(average.weights()["w"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_masters_on_the_host_are_averaged_there(dist, zero_stage):
+    engine = engine_of(dist, zero_stage, torch.bfloat16, offload="cpu")
+    average = WeightAverage(engine, 0.5, dist)
+    step(engine, average, dist, 16)
+    expected = torch.full((6,), 1 - fallen(16, 0.5)).bfloat16()
+    torch.testing.assert_close(average.weights()["w"], expected, rtol=1e-6, atol=0)
+    assert {t.device.type for t in average.state_dict()["average"]} == {"cpu"}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
