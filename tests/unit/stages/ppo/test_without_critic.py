@@ -143,6 +143,31 @@ def test_a_loss_on_the_kl_keeps_the_policy_nearer(cases, dist):
     assert kl[3.0] < 0.5 * kl[0.0]
 
 
+def test_the_reported_kl_is_k1_whatever_the_penalty(cases, dist):
+    ppo = cases.settings(kl_estimator="k2", **CHOICES["rloo"])
+    models = build(cases, ppo, dist)
+    batch = roll(cases, models, ppo, dist)
+    update_models(models, batch.experience, ppo, dist, seed=7, update=1)
+    batch = roll(cases, models, ppo, dist, update=2)
+    k1 = k2 = 0.0
+    for e in batch.experience:
+        for actions, mask, ids, last in zip(
+            e.answers.actions_BT, e.answers.action_mask_BT, e.answers.input_ids_BL,
+            e.answers.last_index_B.tolist(), strict=True,
+        ):  # fmt: skip
+            count = int(mask.sum())
+            with torch.no_grad():
+                policy, reference = (
+                    model(input_ids=ids[: last + 1].unsqueeze(0)).logits[0].log_softmax(-1)
+                    for model in (models.actor.module, models.reference)
+                )
+            states = slice(last - count, last)
+            ratios = (policy - reference)[states][range(count), actions[:count]]
+            k1, k2 = k1 + float(ratios.sum()), k2 + float(ratios.square().sum()) / 2
+    assert abs(k1 - k2) > 0.05
+    assert batch.stats.means(dist)["kl_per_answer"] == pytest.approx(k1 / 8, abs=1e-4)
+
+
 def test_the_coefficient_of_the_update_is_the_one_given(cases, dist):
     """Not the settings': an adaptive one has moved on. At 0 the penalty in the reward is gone."""
     ppo = cases.settings(kl_coef=5.0, **CHOICES["rloo"])
