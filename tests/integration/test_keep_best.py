@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_app.config.schema import RunConfig
+from rlhf_app.models.lora import merge_state
 from rlhf_app.models.scalar_head import read_reward_facts
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.distributed import Dist
@@ -72,7 +73,8 @@ def plant(monkeypatch, name, numbers, models_of):
     def evaluate(*args, **kwargs):
         found = real(*args, **kwargs)
         models = models_of(*args).items()
-        copies.append({key: gather_state_dict(model, DIST) for key, model in models})
+        # With adapters: merged, as an artifact is.
+        copies.append({k: merge_state(m, gather_state_dict(m, DIST)) for k, m in models})
         changed = {field: values[len(copies) - 1] for field, values in numbers.items()}
         return dataclasses.replace(found, **changed)
 
@@ -97,12 +99,16 @@ def scalar_name(name):
     return name.replace("backbone.", "model.").replace("head.", "score.")
 
 
-def test_sft(start, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sft(start, monkeypatch, rank):
     tokens = 100.0
     losses = [0.1, 3.0, 1.5, 1.5, 2.0]  # that of the start takes no part; the first 1.5 wins
     planted = {"nll": [loss * tokens for loss in losses], "tokens": [tokens] * 5}
     copies = plant(monkeypatch, "stages.sft.train.evaluate", planted, lambda e, *_: {"m": e.module})
-    out, result, metrics = start("sft", keep_best="loss", samples=2, **BATCHES, **TRAINED)
+    lora = {"rank": rank, "learning_rate": 1e-2}
+    out, result, metrics = start(
+        "sft", keep_best="loss", samples=2, lora=lora, **BATCHES, **TRAINED
+    )
     assert result["kept"] == {"step": 2, "metric": "loss", "value": 1.5}
     assert result["eval_perplexity"]["after"] == pytest.approx(2.718281828**1.5)
     assert differ(copies[2]["m"], copies[4]["m"])
@@ -216,3 +222,22 @@ def test_ppo_where_none_qualifies(start, monkeypatch, tiny_lm, tmp_path, caplog)
     assert result["kept"]["step"] == 4
     assert_saved(out.artifact("ppo"), copies[4]["actor"])
     assert "the last weights are kept" in caplog.text
+
+
+def test_two_ranks_with_split_weights_keep_what_one_does(run_stage, tiny_lm):
+    """Learning rates so large that the held-out loss rises again: nothing is planted."""
+    settings = BATCHES | TRAINED | {"learning_rate": 3e-2, "epochs": 4, "max_steps": 10}
+    settings |= {"keep_best": "loss", "samples": 1, "data": {"eval_fraction": 0.25}}
+    alone = run_stage("sft", PAIRS, tiny_lm, **settings)
+    losses = {r["step"]: r["loss"] for r in alone["metrics"] if r["kind"] == "eval" and r["step"]}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 10
+    assert alone["result"]["kept"] == {"step": best, "metric": "loss", "value": losses[best]}
+    split = run_stage(
+        "sft", PAIRS, tiny_lm, ranks=2, **settings | {"zero_stage": 3, "micro_batch_size": 2}
+    )
+    assert split["result"]["kept"]["step"] == best
+    assert split["result"]["samples"] == alone["result"]["samples"]
+    mine, theirs = (load_file(run["model"] / "model.safetensors") for run in (alone, split))
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-3, msg=name)
