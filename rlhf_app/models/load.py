@@ -161,8 +161,6 @@ def load_pretrained(
                 raise
             _warn_eager(config.model_type)
             model, info = load("eager")
-    if where:
-        _forget_packing(model)
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -174,20 +172,15 @@ def load_pretrained(
 
 
 def _unpacked() -> dict[str, Any]:
-    """Keyword arguments that turn quantised weights into plain ones, whatever is installed."""
+    """Keyword arguments that turn quantised weights into plain ones, whatever is installed.
+
+    Left to itself, transformers may keep them packed, or refuse to save the model.
+    """
     import transformers
 
     # Versions without this class have no other way to load them.
     settings = getattr(transformers, "GgufConfig", None)
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
-
-
-def _forget_packing(model: Any) -> None:
-    """Makes a model of plain weights look like one: else transformers would not save it."""
-    for name in ("hf_quantizer", "quantization_method"):
-        model.__dict__.pop(name, None)
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config
 
 
 @cache

@@ -148,6 +148,9 @@ def test_quantised_weights_are_those_that_the_file_holds(plain_model, tmp_path):
                 weight.copy_(q8_0(weight))
     torch.testing.assert_close(model(IDS).logits, rounded(IDS).logits)
     assert not torch.allclose(model(IDS).logits, plain_model(IDS).logits, atol=1e-2)
+    model.save_pretrained(tmp_path / "saved")
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    torch.testing.assert_close(again(IDS).logits, rounded(IDS).logits)
 
 
 def test_the_trunk_of_a_reward_model_is_the_same(file, plain_model):
