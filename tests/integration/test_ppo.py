@@ -42,7 +42,7 @@ def reward_model(run_stage, tiny_lm) -> str:
 
 
 def compared(records):
-    return [{k: r[k] for k in COMPARED if k in r} for r in records]
+    return [{k: r[k] for k in COMPARED if r.get(k) is not None} for r in records]
 
 
 def with_zero(actor: int, critic: int) -> dict:
@@ -76,15 +76,15 @@ def test_a_split_actor_learns_as_a_whole_one(pinned, run_stage, tiny_lm, reward_
     5 held-out prompts: one rank answers 3, the other 2; under ZeRO-3 both run 3. Answers end
     anywhere between 1 and 6 tokens, so ranks stop at different lengths.
     """
-    settings = with_zero(3, 3) | {"eval_prompts": 5, "samples": 5}
-    alone = run_stage(
-        "ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO | {"eval_prompts": 5, "samples": 5}
-    )
+    held_out = {"eval_prompts": 5, "samples": 5, "eval_every": 1, "keep_best": "reward"}
+    settings = with_zero(3, 3) | held_out
+    alone = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO | held_out)
     split = run_stage(
         "ppo", PAIRS, tiny_lm, ranks=2, reward_model=reward_model,
         hybrid_engine={"pin_parameters": pinned, "tp_gather_partition_size": 1}, **settings,
     )  # fmt: skip
     assert split["result"]["samples"] == alone["result"]["samples"]  # sampled answers, as text
+    assert split["result"]["kept"]["step"] == alone["result"]["kept"]["step"]
     for mine, theirs in zip(compared(alone["metrics"]), compared(split["metrics"]), strict=True):
         assert theirs == pytest.approx(mine, rel=2e-3, abs=2e-4)
     assert split["metrics"][1]["first_ratio"] == 1.0
