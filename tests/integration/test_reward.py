@@ -95,8 +95,10 @@ def test_every_layout_trains_the_same_model(
     for a, b in zip(one["metrics"], many["metrics"], strict=True):
         names = ["loss", "accuracy", "margin"]
         if a["kind"] == "eval":
-            names += ["calibration", "accuracy_chosen_longer", "accuracy_chosen_shorter"]
-            names += ["longer_wins", "shorter_wins", "score_length_correlation"]
+            names += ["calibration", "accuracy_chosen_longer", "longer_wins", "shorter_wins"]
+            names += ["score_length_correlation"]
+            # Every chosen answer here is the longer one.
+            assert (b["accuracy_chosen_shorter"], b["longer_wins"]) == (None, 1.0)
         for name in names:
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4)
     chosen, rejected = held_out_scores(many["model"])
