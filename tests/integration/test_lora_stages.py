@@ -42,7 +42,7 @@ def frozen_part(artifact: Path, base: Path) -> dict[str, torch.Tensor]:
     return mine
 
 
-def test_three_stages_on_one_rank(run_stage, tiny_lm):
+def test_complaint_peers22_three_stages_of_adapters_keep_their_reference(run_stage, tiny_lm):
     sft = run_stage("sft", ROWS, tiny_lm, **SFT)
     perplexity = sft["result"]["eval_perplexity"]
     assert perplexity["after"] < 0.7 * perplexity["before"]

@@ -52,7 +52,9 @@ def with_zero(actor: int, critic: int) -> dict:
     }
 
 
-def test_ranks_and_zero_stages_agree_with_one_process(run_stage, tiny_lm, reward_model):
+def test_complaint_peers7_ranks_and_zero_stages_agree_with_one_process(
+    run_stage, tiny_lm, reward_model
+):
     """Same global batch, so the same steps: two ranks only add numbers in another order."""
     alone = run_stage("ppo", PAIRS, tiny_lm, reward_model=reward_model, **PPO)
     assert alone["metrics"][1]["first_ratio"] == 1.0

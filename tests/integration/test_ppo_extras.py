@@ -92,7 +92,9 @@ def test_text_mixed_in_agrees_on_two_ranks_and_lowers_its_loss(run_stage, tiny_l
                 assert other[name] == pytest.approx(one[name], rel=5e-3, abs=5e-4), name
 
 
-def test_training_ends_at_the_limit_of_kl_with_everything_written(run_stage, tiny_lm, rewards):
+def test_complaint_peers15_training_ends_at_the_limit_of_kl_with_everything_written(
+    run_stage, tiny_lm, rewards
+):
     done = run_stage(
         "ppo", PAIRS, tiny_lm, ranks=2, rewards=rewards,
         **PPO | {"updates": 5, "actor": {"learning_rate": 1e-2}, "stop_kl": 1e-6},

@@ -49,7 +49,9 @@ def held_out_scores(path):
 
 
 @pytest.mark.parametrize("loss", ["final_token", "token_wise"])
-def test_artifact_gives_the_reported_numbers(tiny_lm, run_stage, eval_file, loss):
+def test_complaint_dsc14_the_artifact_gives_the_reported_numbers(
+    tiny_lm, run_stage, eval_file, loss
+):
     run = run_stage(
         "reward", TRAIN, tiny_lm, data=eval_file, loss=loss, center_coef=0.01, **settings()
     )
@@ -119,7 +121,9 @@ def test_margins_are_read_from_the_data(tiny_lm, run_stage, eval_file):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_that_became_nan_is_not_saved(tiny_lm, run_stage, eval_file, tmp_path, ranks):
+def test_complaint_dsc6_a_model_that_became_nan_is_not_saved(
+    tiny_lm, run_stage, eval_file, tmp_path, ranks
+):
     broken = settings(learning_rate=1e30, epochs=1, max_steps=1)
     with pytest.raises(AssertionError, match="NonFiniteError"):
         run_stage("reward", TRAIN, tiny_lm, ranks=ranks, data=eval_file, **broken)

@@ -30,7 +30,9 @@ def settings(**changes):
     }  # fmt: skip
 
 
-def test_overfit_model_answers_and_ends(tiny_lm, run_stage, eval_file):
+def test_complaint_trl1623_peers1_dsc8_an_overfit_model_answers_and_ends(
+    tiny_lm, run_stage, eval_file
+):
     run = run_stage("sft", ROWS, tiny_lm, data=eval_file, **settings(batch_size=8, epochs=150))
     # Plain transformers, from the directory alone.
     model = tf.AutoModelForCausalLM.from_pretrained(run["model"])

@@ -51,7 +51,7 @@ def test_the_end_token_is_in_the_answer_once_even_where_pad_is_eos(fmt, tokenize
     assert answer[-1] == tokenizer.eos_token_id
 
 
-def test_sft_cuts_long_answers_without_an_end_and_drops_prompts_without_room(fmt, tokenizer):
+def test_complaint_peers2_long_answers_are_cut_and_prompts_without_room_dropped(fmt, tokenizer):
     row = record(response="one two three four")
     (whole,), _ = sft_examples([row], fmt, "", 100)
     size, start = len(whole.input_ids), whole.response_start

@@ -171,7 +171,7 @@ def test_chatml_equals_hugging_face_up_to_the_end_of_turn(load, name):
     assert encoded.response_start == len(bos + prompt)
 
 
-def test_a_template_that_writes_bos_gets_no_second_one(load):
+def test_complaint_peers4_a_template_that_writes_bos_gets_no_second_one(load):
     tokenizer = load("stories", INST)
     fmt = ChatFormat(tokenizer)
     messages = [("user", "hi")]

@@ -59,7 +59,7 @@ def new(path, seed=3):
     return new_scalar_model(path, dtype=torch.float32, device=CPU, seed=seed)
 
 
-def test_complaint_trl937_trl2758_peers9_a_score_does_not_depend_on_padding(base):
+def test_complaint_trl937_trl2758_peers9_dsc15_a_score_does_not_depend_on_padding(base):
     """Alone, batched, padded left and right: the same score, though padding and EOS are one id."""
     model = new(base).eval()
     ids = [prompt + answer for prompt, answer in ROWS]

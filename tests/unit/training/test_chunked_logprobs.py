@@ -50,7 +50,7 @@ def upstream(n=N):
 @pytest.mark.parametrize("suppress_ids", [(), SUPPRESSED])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_values_and_gradients_are_those_of_log_softmax(
+def test_complaint_peers20_values_and_gradients_are_those_of_log_softmax(
     dtype, tolerance, temperature, suppress_ids, block_bytes
 ):
     inputs = make(dtype)
@@ -257,7 +257,7 @@ def peak_bytes(tokens, logprobs):
     return live.peak
 
 
-def test_memory_does_not_grow_with_tokens_times_vocabulary():
+def test_complaint_peers20_memory_does_not_grow_with_tokens_times_vocabulary():
     block = 16 << 20
     gradient = 151_936 * 4 * 4
 

@@ -53,7 +53,7 @@ def fallen(steps, decay):
 
 
 @KINDS
-def test_complaint_dsc_the_average_follows_small_steps_in_half_precision(dist, zero_stage, dtype):
+def test_complaint_dsc28_the_average_follows_small_steps_in_half_precision(dist, zero_stage, dtype):
     """DeepSpeed-Chat keeps its EMA (decay 0.992) in the weights' dtype, where it never moves.
 
     DeepSpeedExamples, applications/DeepSpeed-Chat, step 3, `moving_average`: lerp of bf16 or fp16

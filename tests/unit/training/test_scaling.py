@@ -70,7 +70,7 @@ def reference(worker, clip, times=1.0):
 
 
 @pytest.mark.parametrize("case", [*CASES, *(f"zero{stage} clipped" for stage in (0, 2, 3))])
-def test_equals_plain_autograd(worker, results, case):
+def test_complaint_peers6_peers7_every_split_equals_plain_autograd(worker, results, case):
     expected, losses = reference(worker, 0.25 if "clipped" in case else 0.0)
     start = worker.model().state_dict()
     assert results[case]["losses"] == pytest.approx(losses, rel=1e-6)
@@ -99,7 +99,9 @@ def test_an_added_objective_is_one_more_term(worker, results, stage):
         ("text", ("the ptx loss is not finite (nan) on 1 of ",)),
     ],
 )
-def test_one_rank_gone_wrong_stops_all_with_weights_untouched(worker, results, stage, what, words):
+def test_complaint_dsc6_peers15_one_rank_gone_wrong_stops_all_untouched(
+    worker, results, stage, what, words
+):
     """One rank's NaN reached the others through the gradient and then every weight (DSE, trl).
 
     A rank that stopped by itself would leave the others waiting in the next collective.

@@ -170,7 +170,7 @@ BUDGETS = [
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_nothing_depends_on_how_rows_are_cut(budget, dist):
+def test_complaint_peers6_nothing_depends_on_how_rows_are_cut(budget, dist):
     """Experience and the weights after four steps, against micro-batches of two rows."""
 
     def run(**changes):
@@ -256,7 +256,7 @@ def test_critic_warm_up_leaves_the_actor_alone(dist):
     assert not torch.equal(critic_before, models.critic.module.head.weight)
 
 
-def test_target_kl_stops_the_epochs(dist):
+def test_complaint_peers15_target_kl_stops_the_epochs(dist):
     ppo = settings(ppo_epochs=4, mini_batches=2, target_kl=1e-9)
     models = build(ppo, dist)
     numbers = update_models(models, roll(models, ppo, dist).experience, ppo, dist, seed=7, update=1)

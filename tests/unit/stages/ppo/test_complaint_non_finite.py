@@ -35,7 +35,7 @@ def rank(cls=Dist):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_complaint_ms_swift8378_each_kind_is_named_and_stops(kind, bad):
+def test_complaint_ms_swift8378_peers15_dsc6_each_kind_is_named_and_stops(kind, bad):
     with pytest.raises(NonFiniteError, match=rf"non-finite {kind} in the rollout on 1 of 2 rank"):
         RolloutStats(FINE | {kind: bad}).check_finite(rank(TwoRanks))
 

@@ -104,7 +104,7 @@ def of_its_own_ids(reward: Path, words: list[str], text: str) -> float:
     return (last @ classifier.score.weight[0]).item()
 
 
-def test_complaint_peers10_a_reward_model_with_another_tokenizer(actor, reward, other_words):
+def test_complaint_peers10_dsc10_a_reward_model_with_another_tokenizer(actor, reward, other_words):
     """trl#1674, #1979, #3595: the actor's ids mean other words, or none, to the reward model."""
     found = scores(actor, {"reward": str(reward)}, "model")
     ended = of_its_own_ids(reward, other_words, f"{PROMPT}{ANSWER} </s>")

@@ -32,7 +32,7 @@ def dist():
 
 
 @pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 1), (1, 4), (4, 1), (4, 4)])
-def test_complaint_trl583_trl648_epochs_and_mini_batches_are_optimizer_steps(
+def test_complaint_trl583_trl648_peers7_epochs_and_mini_batches_are_optimizer_steps(
     epochs, mini_batches, cases, dist
 ):
     """trl#583, trl#648: gradients thrown away inside accumulation, and in TRL's PPO trainer a
@@ -60,7 +60,7 @@ def test_complaint_trl583_trl648_epochs_and_mini_batches_are_optimizer_steps(
 
 
 @pytest.mark.parametrize("cut", [[[0, 1]], [[0], [1]]])
-def test_complaint_twinkle292_micro_batches_do_not_change_the_objective(cut, cases, dist):
+def test_complaint_twinkle292_peers6_micro_batches_do_not_change_the_objective(cut, cases, dist):
     """twinkle#292, AReno#75, SkyRL#1296, ms-swift#10116: answers of 1 and 3 tokens, advantages +1
     and -1. The loss is a mean over tokens, (-1 + 3)/4 = .5; a mean over micro-batches of their
     means, with one answer each, would be 0 and pull in another direction."""
@@ -101,7 +101,7 @@ def _autograd_norm(module, table) -> float:
     return float(torch.cat([g.flatten() for g in gradients]).norm())
 
 
-def test_complaint_trl2596_whitening_is_over_all_ranks(on_ranks):
+def test_complaint_trl2596_peers7_whitening_is_over_all_ranks(on_ranks):
     """trl#2596: eight GPUs trained differently from one. Whitened on its own, each of these ranks
     would see -1 and 1; together the first has what is below the mean."""
     values = {0: [1.0, 2.0], 1: [5.0, 8.0]}

@@ -39,7 +39,7 @@ def test_by_hand():
     })  # fmt: skip
 
 
-def test_complaint_openrlhf236_reward_that_is_bought_with_length_shows():
+def test_complaint_openrlhf236_peers25_reward_that_is_bought_with_length_shows():
     """Against torch's own correlation; the mean reward alone would look like learning."""
     lengths = [3, 9, 4, 7, 12, 5]
     rewards = [0.1, 0.9, 0.35, 0.6, 0.8, 0.5]

@@ -47,7 +47,7 @@ def test_a_healthy_run_shows_nothing():
         ({"reward_length_correlation": 0.75}, "reward_is_length"),
     ],
 )
-def test_each_sign_alone(now, kind):
+def test_complaint_dsc12_each_sign_of_collapse_alone(now, kind):
     assert kinds(**now) == {kind}
     (text,) = signs(START, END | now).values()
     assert "\n" not in text
@@ -70,7 +70,7 @@ def test_just_inside_the_thresholds(now):
     assert kinds(**now) == set()
 
 
-def test_complaint_openrlhf236_length_runs_away():
+def test_complaint_openrlhf236_peers25_length_runs_away():
     """OpenRLHF#236: answers grow to the length limit and stop ending, reward high all the while."""
     assert kinds(answer_length=25.0, eos_rate=0.6) == {"length"}
     assert kinds(answer_length=64.0, eos_rate=0.0) == {"length"}

@@ -53,7 +53,7 @@ def test_the_mean_gradient_says_which_of_them_make_a_loss(estimator):
     assert found.tolist() == pytest.approx(expected[estimator], abs=1e-6)
 
 
-def test_padding_is_never_read_and_outliers_do_not_overflow():
+def test_complaint_peers15_outliers_do_not_overflow_and_padding_is_never_read():
     nan = float("nan")
     logprobs = torch.tensor([[-1.0, nan], [-200.0, -1.0]], requires_grad=True)
     reference = torch.tensor([[-2.0, 7.0], [-1.0, nan]])

@@ -246,7 +246,7 @@ def test_a_reward_model_of_other_ids_stays_apart(paths, dist):
 
 
 @pytest.mark.slow
-def test_adapters_learn_a_reward_at_their_own_rate(paths, dist):
+def test_complaint_dsc11_adapters_learn_a_reward_at_their_own_rate(paths, dist):
     """DeepSpeed-Chat trains LoRA at the base's rate, and its reward stays flat."""
     config = configure(8, 8, stop_at_eos=False, max_response_length=1, mini_batches=2, ppo_epochs=2)
     models = load(config, paths, dist)

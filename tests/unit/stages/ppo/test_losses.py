@@ -61,7 +61,7 @@ def test_policy_loss_sums_only_counted_tokens():
     assert sums["approx_kl"].item() == 0.0
 
 
-def test_policy_loss_clamps_the_log_ratio():
+def test_complaint_peers15_policy_loss_clamps_the_log_ratio():
     loss, _ = policy_loss(
         torch.tensor([[500.0]]),
         torch.tensor([[0.0]]),

@@ -116,7 +116,7 @@ def test_the_rule_for_cut_answers_comes_last(settings, expected):
     assert found.take_means() == {}  # the reward tells it
 
 
-def test_stored_normalisation_is_applied_unless_it_is_replaced():
+def test_complaint_dsc14_stored_normalisation_is_applied_unless_it_is_replaced():
     with_other = [{"model": True}, {"function": "m:size", "weight": 1e-30}]
     texts = {"size": lengths}
     alone = score(scorer("model"))

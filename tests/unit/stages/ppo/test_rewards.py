@@ -16,7 +16,7 @@ from stages.ppo.rewards import penalise_length, penalise_missing_eos, token_rewa
         (0, [0.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_score_is_placed_on_the_last_action(length, expected):
+def test_complaint_peers8_the_score_is_placed_on_the_last_action(length, expected):
     mask = torch.arange(4).unsqueeze(0) < length
     rewards = token_rewards(
         torch.tensor([7.0]), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), mask, kl_coef=0.1
@@ -49,6 +49,6 @@ def test_missing_eos(mode, expected):
     assert scores.tolist() == expected
 
 
-def test_the_length_penalty_counts_every_token():
+def test_complaint_peers25_the_length_penalty_counts_every_token():
     scores = penalise_length(torch.tensor([2.0, 1.0]), torch.tensor([3, 10]), per_token=0.25)
     assert scores.tolist() == [1.25, -1.5]

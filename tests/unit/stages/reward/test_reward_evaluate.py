@@ -68,7 +68,7 @@ def logit(p):
     return math.log(p / (1 - p))
 
 
-def test_calibration_by_a_hand_table():
+def test_complaint_dsc13_calibration_by_a_hand_table():
     """Confidences .62, .63, .97 and one tie, in bins of width .05.
 
     .60-.65: both right, confidences .62 and .63: abs(2 - 1.25) = .75
@@ -90,7 +90,7 @@ def test_a_calibrated_model_has_no_error():
     assert sure == pytest.approx(1 / (1 + 3**-10) - 0.75, abs=1e-6)
 
 
-def test_accuracy_by_length_and_baselines_by_hand():
+def test_complaint_dsc13_accuracy_by_length_and_baselines_by_hand():
     right, wrong = (1, 0), (0, 1)
     pairs = [
         pair(*right, 5, 2), pair(*right, 5, 2), pair(*wrong, 5, 2),  # chosen longer: 2 of 3
@@ -105,7 +105,7 @@ def test_accuracy_by_length_and_baselines_by_hand():
     assert result.shorter_wins == pytest.approx((2 + 0.5) / 6)
 
 
-def test_score_length_correlation_is_torchs():
+def test_complaint_dsc13_score_length_correlation_is_torchs():
     lengths, last = [2, 7, 3, 5, 4, 6], [1, 2, 3, 4, 5, 6]
     table = [0.0, 0.3, -1.2, 2.0, 0.1, 0.9, -0.4]
     pairs = [pair(last[i], last[i + 1], lengths[i], lengths[i + 1]) for i in (0, 2, 4)]

@@ -104,7 +104,7 @@ def test_a_batch_of_one(model):
     assert loss.item() == pytest.approx(hf_loss(model, row).item(), rel=1e-6)
 
 
-def test_eos_carries_loss_once_though_it_is_the_padding():
+def test_complaint_peers1_dsc8_eos_carries_loss_once_though_it_is_the_padding():
     rows = [example([1, 7, 8, EOS], 2), example([1, 7, 8, 9, 10, 11, EOS], 2)]
     batch = batch_of(rows)
     labelled = batch.input_ids_BT[batch.mask_BT]
