@@ -39,12 +39,16 @@ def test_the_default_reaches_every_model_and_their_own_values_win() -> None:
     )
     assert [lora.rank for lora in loras(config)] == [8, 0, 4, 8]
     assert {lora.target_modules for lora in loras(config)} == {("q_proj", "v_proj")}
-    # Adapters have a learning rate of their own, above the base's.
-    for settings in (config.sft, config.ppo.actor, config.ppo.critic):
-        assert settings.peak_learning_rate == settings.lora.learning_rate
-        assert settings.lora.learning_rate >= 10 * settings.learning_rate
     assert config.reward.peak_learning_rate == config.reward.learning_rate
     assert config.sft.lora.scaling == 32 / 8
+
+
+def test_complaint_dsc11_adapters_have_a_learning_rate_of_their_own() -> None:
+    """DSE#489: at the rate of the whole model, which is left when a rank is set, nothing moves."""
+    config = RunConfig.model_validate({"lora": {"rank": 8}})
+    for settings in (config.sft, config.reward, config.ppo.actor, config.ppo.critic):
+        assert settings.peak_learning_rate == settings.lora.learning_rate
+        assert settings.lora.learning_rate >= 10 * settings.learning_rate
 
 
 def test_a_learning_rate_for_all_and_groups_built_in_code() -> None:
