@@ -17,10 +17,13 @@ from rlhf_app.models.scalar_head import (
     save_scalar_model,
 )
 from rlhf_app.training.deepspeed_config import engine_for
-from rlhf_app.training.distributed import close, setup
+from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.micro_batches import BatchLimit
 from stages.ppo.experience import lay_out
 from stages.ppo.reward import RewardScorer
 from stages.reward.batches import collate
+from stages.reward.evaluate import evaluate
+from stages.reward.loss import final_token_loss
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -118,3 +121,53 @@ def test_complaint_openrlhf209_peers11_a_loaded_head_is_the_saved_one(
         assert loaded.head.bias.item() == 0.75
         with torch.no_grad():
             assert torch.equal(loaded(rows), expected)
+
+
+class Scores:
+    """A reward model that scores every token by a table."""
+
+    def __init__(self, table):
+        self.table = torch.tensor(table)
+
+    def __call__(self, input_ids, position_ids=None):
+        return self.table[input_ids]
+
+    def eval(self):
+        pass
+
+    train = eval
+
+
+def test_complaint_dse527_dse737_dsc14_offset_and_scale_of_a_reward_model_do_not_reach_ppo():
+    """DSE#527, #737: chosen answers at -30 with accuracy .9, a bad one at 25.6 over a good one at
+    22.6: against such scores a KL term, a clip at 5 and a penalty of 1 mean nothing.
+
+    What one model says, seven times as large and 30 lower, gives the same scores in PPO.
+    """
+    found = []
+    dist = Dist(0, 0, 1, CPU)
+    answers = [SequenceExample("", [5, last], 1, False) for last in (6, 7, 8, 9)]
+    pairs = [PairExample("", answers[0], answers[1], 0), PairExample("", answers[2], answers[3], 0)]
+    for scale, offset in ((1.0, 0.0), (7.0, -30.0)):
+        raw = [scale * score + offset for score in (1.0, -1.0, 2.0, 0.5)]
+        model = Scores([0.0] * 6 + raw)
+        measured = evaluate(
+            model, [2, 2],
+            lambda rows: collate(
+                [pairs[row] for row in rows], EOS, CPU, limit=9, use_margin=False, filler=pairs[0]
+            ),
+            lambda batch, scores: final_token_loss(
+                *batch.at_last(scores), batch.margin_B, batch.weight_B
+            ),
+            BatchLimit(2), dist,
+        )  # fmt: skip
+        stats = ScoreStats(measured.mean, measured.std)
+        scorer = RewardScorer(model, stats, PPOConfig(missing_eos="ignore"), None)
+        responses = [[6], [7], [8], [9]]
+        prompts = [[5]] * 4
+        scores = scorer(lay_out(prompts, responses), [None] * 4, responses, [True] * 4)
+        found.append(scores.tolist())
+    # Mean .625 and variance (1 + 1 + 4 + .25)/4 - .625^2 = 1.171875.
+    expected = [(score - 0.625) / 1.171875**0.5 for score in (1.0, -1.0, 2.0, 0.5)]
+    assert found[0] == pytest.approx(expected, abs=1e-5)
+    assert found[1] == pytest.approx(expected, abs=1e-5)
