@@ -131,26 +131,24 @@ def test_complaint_ds4226_dse691_dsc3_answers_of_eos_alone_are_trained_on(
 
 
 def test_complaint_dse470_dse503_dsc9_the_end_is_an_action_that_learns(cases, dist, with_answers):
-    """PR#470, DSE#503: EOS was suppressed, or its action masked as padding, and never learnt.
+    """PR#470, DSE#503: EOS was suppressed, or its action masked as padding, and never learnt."""
 
-    Of answers that differ in nothing but their end, those with EOS are rewarded.
-    """
-
-    class Ended:
+    class One:
         def __call__(self, answers, prompts, responses, stopped):
-            return torch.tensor([float(r[-1] == EOS) for r in responses])
+            return torch.ones(len(responses))
 
-    ppo = cases.settings(max_response_length=2, gae_lambda=1.0, kl_coef=0.0)
-    models = with_answers(ppo, [[5, EOS], [5, 6]] * 4, Ended())
+    # Values are 0: every advantage is 1, and EOS the only action there is.
+    ppo = cases.settings(max_response_length=2, gae_lambda=1.0, whiten_advantages=False)
+    models = with_answers(ppo, [[EOS]] * 8, One())
 
     def chance():
         with torch.no_grad():
-            rows = [torch.tensor([[*p.input_ids, 5]]) for p in cases.PROMPTS]
+            rows = [torch.tensor([p.input_ids]) for p in cases.PROMPTS]
             logits = torch.stack([models.actor.module(input_ids=ids).logits[0, -1] for ids in rows])
         return logits.log_softmax(-1)[:, EOS]
 
     before = chance()
-    for update in (1, 2):
-        batch = cases.roll(models, ppo, dist, update=update)
-        update_models(models, batch.experience, ppo, dist, seed=7, update=update)
+    batch = cases.roll(models, ppo, dist)
+    assert batch.stats.means(dist)["eos_rate"] == 1.0
+    update_models(models, batch.experience, ppo, dist, seed=7, update=1)
     assert (chance() > before).all()
