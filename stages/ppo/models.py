@@ -19,7 +19,6 @@ from rlhf_app.models.lora import attach
 from rlhf_app.models.scalar_head import (
     ScalarHeadModel,
     ScoreStats,
-    load_scalar_model,
     new_scalar_model,
 )
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
@@ -223,14 +222,14 @@ def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
         if ppo.critic.lora.enabled:
             critic = over_reward(stage2.model)
         else:
-            critic = load_scalar_model(inputs["reward"], **for_critic)
+            critic = copy.deepcopy(stage2.model)
         source, stats = model_source(ppo, stage2.stats)
         fold_normalisation(critic, stats, source.weight)
 
-    # The reference: with LoRA the actor's own base.
+    # The reference: with LoRA the actor's own base. Copied in memory, since loading can be slow.
     reference = None
     if not ppo.actor.lora.enabled:
-        reference = load_causal_lm(inputs["actor"], **loading).eval().requires_grad_(False)
+        reference = copy.deepcopy(actor).eval().requires_grad_(False)
     return Parts(
         actor=actor,
         reference=reference,
