@@ -71,8 +71,10 @@ SUBJECTS = {
     "units of the adaptive KL": [
         f"{PPO}/test_complaint_steps_and_scaling.py::test_complaint_adaptive_kl_counts_nats_per_answer",
         f"{PPO}/test_estimate.py::test_the_reported_kl_is_summed_over_tokens_and_averaged_over_answers_of_all_ranks",
+        "integration/test_ppo_estimators.py::test_two_ranks_with_split_weights_learn_as_one_process",
     ],
     "whitening over ranks": [
+        "integration/test_ppo.py::test_complaint_peers7_ranks_and_zero_stages_agree_with_one_process",
         f"{PPO}/test_complaint_steps_and_scaling.py::test_complaint_trl2596_peers7_whitening_is_over_all_ranks",
     ],
     "BOS twice": [
@@ -80,6 +82,7 @@ SUBJECTS = {
         "unit/models/test_chat_format.py::test_complaint_peers4_a_template_that_writes_bos_gets_no_second_one",
     ],
     "identical pairs": [
+        "unit/data_sources/test_complaint_text.py::test_complaint_identical_pairs_are_dropped_and_counted",
         "unit/data_sources/test_examples.py::test_pairs_share_the_prompt_and_drop_identical_and_long_ones",
     ],
     "another tokenizer of the reward model": [
@@ -102,6 +105,7 @@ SUBJECTS = {
         "integration/test_ppo_extras.py::test_text_mixed_in_agrees_on_two_ranks_and_lowers_its_loss",
     ],
     "fixed and adaptive KL": [
+        "integration/test_ppo_estimators.py::test_two_ranks_with_split_weights_learn_as_one_process",
         f"{PPO}/test_kl.py::test_a_fixed_coefficient_stays",
         f"{PPO}/test_kl.py::test_an_adaptive_coefficient_by_hand_and_after_a_checkpoint",
     ],

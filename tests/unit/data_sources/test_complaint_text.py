@@ -1,4 +1,8 @@
-"""What users reported of templates, BOS, EOS and labels, each as a test with real tokenizers."""
+"""What users reported of templates, BOS, EOS and labels, each as a test with real tokenizers.
+
+Where there is no shared material, with one made here alone: bytes, and as in OPT one id is BOS, EOS
+and padding, and comes before every text.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import copy
 
 import pytest
 import torch
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from data_sources.examples import pair_examples, prompt_examples, sft_examples
 from data_sources.records import Message, Record
@@ -31,10 +37,28 @@ ROW = Record(
 LIMIT = 100
 
 
-@pytest.fixture
-def load(shared_dir):
+def make():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *letters])}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 0)]
+    )
+    marks = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "</s>")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=fast, **marks)
+
+
+@pytest.fixture(scope="module")
+def load(request):
+    """Loads each tokenizer once; gives copies."""
+    originals = {"made": make()}
+
     def one(name, template=None):
-        tokenizer = copy.deepcopy(load_tokenizer(str(shared_dir / PLACES[name])))
+        if name not in originals:
+            path = request.getfixturevalue("shared_dir") / PLACES[name]
+            originals[name] = load_tokenizer(str(path))
+        tokenizer = copy.deepcopy(originals[name])
         if template == CHATML:
             tokenizer.add_special_tokens(
                 {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
@@ -59,7 +83,7 @@ def labels_of(tokenizer, records, pad):
     return [ids[mask].tolist() for ids, mask in both], batch.input_ids_BT.tolist()
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ["made", *PLACES])
 def test_complaint_trl1623_dse357_peers1_dsc8_the_end_is_one_labelled_token(load, name):
     """trl#1623, #3091, alignment-handbook#127: masked with the padding of the same id, EOS was
     never learnt. DSE#357: written as text, it came in as seven pieces, and prompts were trained."""
@@ -78,7 +102,8 @@ def test_complaint_trl1623_dse357_peers1_dsc8_the_end_is_one_labelled_token(load
 
 
 @pytest.mark.parametrize(
-    ("name", "template"), [("gpt2", CHATML), ("opt", CHATML), ("stories", INST)]
+    ("name", "template"),
+    [("made", CHATML), ("gpt2", CHATML), ("opt", CHATML), ("made", INST), ("stories", INST)],
 )
 def test_complaint_trl3586_peers3_a_template_without_generation_marks(load, name, template):
     """trl#3586: the mask that transformers makes of such a template is 0 everywhere, and nothing
@@ -94,7 +119,7 @@ def test_complaint_trl3586_peers3_a_template_without_generation_marks(load, name
     assert tokenizer.decode(found).strip() == f"one two{end}"
 
 
-@pytest.mark.parametrize("name", ["opt", "stories"])
+@pytest.mark.parametrize("name", ["made", "opt", "stories"])
 def test_complaint_grm6_peers4_every_stage_has_exactly_one_bos(load, name):
     """alignment-handbook#127, GRM#6, reward-bench#164: the template writes BOS, and the tokenizer
     adds one. OPT's BOS is its EOS, which an answer, and here an earlier turn, ends with as well."""
@@ -118,10 +143,26 @@ def test_complaint_grm6_peers4_every_stage_has_exactly_one_bos(load, name):
         assert (ids[-1] == eos) == ended
 
 
-def test_complaint_peers4_a_template_without_bos_gets_the_tokenizers_once(load):
-    tokenizer = load("opt", CHATML)
+@pytest.mark.parametrize("name", ["made", "opt"])
+def test_complaint_peers4_a_template_without_bos_gets_the_tokenizers_once(load, name):
+    tokenizer = load(name, CHATML)
     (sft,), _ = sft_examples([ROW], ChatFormat(tokenizer), "", LIMIT)
     whole = tokenizer.apply_chat_template(turns(ROW), tokenize=True, return_dict=False)
     assert whole[0] != tokenizer.bos_token_id
     assert sft.input_ids == [tokenizer.bos_token_id, *whole[: len(sft.input_ids) - 1]]
     assert sft.input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_complaint_identical_pairs_are_dropped_and_counted(load):
+    """Chosen and rejected that are the same, or become it as ids, cost ln 2 and teach nothing.
+
+    An answer that starts with a blank is the one without: the format writes a blank itself.
+    """
+    answers = [("yes", "yes"), ("yes", " yes"), ("yes", "yes "), ("", "yes")]
+    rows = [
+        Record((Message("user", f"{i}?"),), uid=str(i), chosen=a, rejected=b)
+        for i, (a, b) in enumerate(answers)
+    ]
+    pairs, reasons = pair_examples(rows, ChatFormat(load("made")), "", LIMIT)
+    assert [pair.uid for pair in pairs] == ["2", "3"]
+    assert reasons == {"chosen and rejected are identical": 2}
