@@ -49,7 +49,13 @@ class RowError(ValueError):
 
 
 def encodable(text: str, column: str) -> str:
-    """Returns the text, and refuses half of a surrogate pair: no tokenizer takes it."""
+    """Returns the text, and refuses what marks damage.
+
+    Half of a surrogate pair is taken by no tokenizer; a null byte ends the text for some, and is
+    a sign of UTF-16 read as bytes.
+    """
+    if "\0" in text:
+        raise RowError(f"{column} holds a null byte", f"character {text.index(chr(0)) + 1}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -11,7 +11,7 @@ from data_sources.fields import Row, RowError, listed
 from data_sources.identity import content_uid
 from data_sources.normalise import Normalised
 from data_sources.ranked import assemble_trees
-from data_sources.readers import BadRow, RawRow
+from data_sources.raw_rows import BadRow, RawRow
 from data_sources.records import Record
 from data_sources.shapes import Shape, recognise
 from data_sources.sources import read_source
@@ -19,6 +19,7 @@ from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
 
 UNEXPECTED = "values are not of the expected kind"
+_REASONS_SHOWN = 3
 _UNEXPECTED = (
     TypeError,
     ValueError,
@@ -123,9 +124,14 @@ def _check_share(counts: SourceCounts, limit: float) -> None:
     bad = counts.unusable.total()
     if bad < counts.read and bad <= limit * counts.read:
         return
-    reason, number = counts.unusable.most_common(1)[0]
+    reasons = counts.unusable.most_common()
+    mostly = "; ".join(
+        f"{reason} ({number}: {', '.join(counts.samples[reason])})"
+        for reason, number in reasons[:_REASONS_SHOWN]
+    )
+    more = f"; {len(reasons) - _REASONS_SHOWN} more reasons" if reasons[_REASONS_SHOWN:] else ""
     raise ConfigError(
         f"data source {counts.path} (read as {counts.shape}): {bad} of {counts.read} rows are "
-        f"unusable, mostly {reason} ({number}; {counts.samples[reason][0]}); fix the rows, or "
-        "raise data.max_bad_fraction"
+        f"unusable, mostly {mostly}{more}; fix the rows (rlhf data stats shows them), or raise "
+        f"data.max_bad_fraction ({limit:g})"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_sources.fields import Row, RowError, answer_of, number_of, text_of
 from data_sources.normalise import Columns, Normalised, prompt_of
-from data_sources.readers import BadRow, RawRow
+from data_sources.raw_rows import BadRow, RawRow
 from data_sources.records import Message, Record
 from data_sources.transcripts import merge_turns
 

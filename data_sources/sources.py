@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_sources.readers import RawRow, Rows, is_data_file, read_file
+from data_sources.raw_rows import RawRow, Rows
+from data_sources.readers import is_data_file, read_file
 from rlhf_app.errors import ConfigError
 
 # A split's usual names; the first that exists is taken.

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_sources.readers import BadRow, RawRow, read_file
+from data_sources.raw_rows import BadRow, RawRow
+from data_sources.readers import read_file
 from data_sources.sources import read_source
 from rlhf_app.errors import ConfigError
 
@@ -77,7 +78,7 @@ def test_bad_lines_are_counted_not_fatal_and_blank_lines_are_nothing(tmp_path):
     assert [row.reason for row in rows if isinstance(row, BadRow)] == [
         "not valid JSON",
         "not an object with columns",
-        "not valid JSON",
+        "not valid UTF-8",
     ]
 
 
@@ -134,7 +135,7 @@ def test_json_may_wrap_rows_be_columns_one_row_or_lines(tmp_path, text, expected
         ("a.parquet.gz", CORRUPT, "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.json", DEEP, "nested too deeply"),
-        ("a.csv", b"a,b\n\xff\xfe,1\n", "not UTF-8"),
+        ("a.csv", b"\xff,b\n1,2\n", "not UTF-8"),
         ("a.xlsx", b"", "unknown file type"),
     ],
 )

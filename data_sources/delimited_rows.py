@@ -1,0 +1,101 @@
+"""Rows of CSV and TSV files, which go on after a broken row."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from data_sources.raw_rows import NOT_UTF8, BadRow, RawRow, Rows
+from rlhf_app.errors import ConfigError
+
+# A field may hold a whole book; the default limit is 128 KiB.
+_FIELD_LIMIT = 2**31 - 1
+
+
+def comma_separated(path: Path, stream: IO[bytes]) -> Rows:
+    """Yields the rows of a CSV file with a header."""
+    return _delimited(path, stream, ",")
+
+
+def tab_separated(path: Path, stream: IO[bytes]) -> Rows:
+    """Yields the rows of a TSV file with a header."""
+    return _delimited(path, stream, "\t")
+
+
+class _Lines(Iterator[str]):
+    """Lines that the parser takes, of which those after a broken row's first can be read again.
+
+    A quote that is never closed takes all lines up to the next one, or to the end of the file:
+    rows that are whole would be lost with it.
+    """
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self._text = text
+        self._again: list[str] = []
+        self._taken: list[str] = []
+
+    def __next__(self) -> str:
+        line = self._again.pop() if self._again else next(self._text)
+        self._taken.append(line)
+        return line
+
+    def start_row(self) -> None:
+        self._taken.clear()
+
+    def give_back(self) -> None:
+        self._again += reversed(self._taken[1:])
+
+
+def _delimited(path: Path, stream: IO[bytes], delimiter: str) -> Rows:
+    csv.field_size_limit(_FIELD_LIMIT)
+    # Bytes that are no text become lone surrogates, which tell their rows from the others.
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    lines = _Lines(text)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    number = 0
+    while True:
+        lines.start_row()
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if header is None:
+                raise ConfigError(f"{path}: its header is not valid: {error}") from error
+            lines.give_back()
+            number += 1
+            yield BadRow(f"{path.name} row {number}", "not valid CSV", str(error))
+            continue
+        if not fields:
+            continue
+        if header is None:
+            header = _checked_header(path, fields)
+            continue
+        number += 1
+        yield _row(f"{path.name} row {number}", header, fields)
+
+
+def _checked_header(path: Path, fields: list[str]) -> list[str]:
+    if not all(map(_is_text, fields)):
+        raise ConfigError(f"{path} is not UTF-8 in its header; convert it, e.g. with iconv")
+    return fields
+
+
+def _row(where: str, header: list[str], fields: list[str]) -> RawRow | BadRow:
+    if not all(map(_is_text, fields)):
+        return BadRow(where, NOT_UTF8, "")
+    if len(fields) != len(header):
+        return BadRow(where, "wrong number of columns", f"{len(fields)} instead of {len(header)}")
+    return RawRow(where, dict(zip(header, fields, strict=True)))
+
+
+def _is_text(field: str) -> bool:
+    try:
+        field.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
