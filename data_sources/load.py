@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from data_sources.counts import SourceCounts
 from data_sources.fields import Row, RowError, listed
-from data_sources.identity import content_uid
+from data_sources.hub import Hub
+from data_sources.identity import content_uid, prompt_key
+from data_sources.named import NamedDataset, find
 from data_sources.normalise import Normalised
-from data_sources.ranked import assemble_trees
 from data_sources.raw_rows import BadRow, RawRow
 from data_sources.records import Record
 from data_sources.shapes import Shape, recognise
-from data_sources.sources import read_source
+from data_sources.sources import is_hub_id, read_source
+from data_sources.split import held_out
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
 
 UNEXPECTED = "values are not of the expected kind"
+OTHER_SPLIT = "row is of the other split"
+FOR_TRAINING = "prompt is in the nine tenths to train on"
+# Left out on purpose, whatever their number.
+SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING})
+# Held out of datasets that have one split, as DeepSpeed-Chat does (9:1).
+_EVALUATION_SHARE = 0.1
 _REASONS_SHOWN = 3
 _UNEXPECTED = (
     TypeError,
@@ -32,7 +41,12 @@ _UNEXPECTED = (
 
 
 def load_source(
-    source: SourceConfig, *, verbatim: bool, max_bad_fraction: float, evaluation: bool = False
+    source: SourceConfig,
+    *,
+    verbatim: bool,
+    max_bad_fraction: float,
+    evaluation: bool = False,
+    hub: Hub | None = None,
 ) -> tuple[list[Record], SourceCounts]:
     """Returns (records in file order, counts).
 
@@ -40,13 +54,15 @@ def load_source(
         source: path, split and column names.
         verbatim: keep texts exactly as they are (the plain chat format).
         max_bad_fraction: largest share of unusable rows.
-        evaluation: take the source's test split by default.
+        evaluation: take the source's test split by default; of known datasets without one, a
+            tenth of the prompts.
+        hub: where datasets are loaded from; None is the Hugging Face Hub.
 
     Raises:
         ConfigError: nothing readable, no known shape, no rows, or too many unusable ones.
     """
     counts = SourceCounts(source.path)
-    rows = list(read_source(source.path, source.split, evaluation=evaluation))
+    rows = list(read_source(source.path, source.split, evaluation=evaluation, hub=hub))
     renames = {theirs: ours for ours, theirs in source.columns.items()}
     if renames:
         rows = [_renamed(row, renames) for row in rows]
@@ -61,14 +77,18 @@ def load_source(
             f"data source {source.path}: none of its {len(rows)} rows can be read "
             f"({bad.where}: {_sample(bad.reason, bad.detail)})"
         )
-    shape = recognise(source.path, good)
+    known = find(source.path) if is_hub_id(source.path) else None
+    shape = (known and known.as_shape()) or recognise(source.path, good)
+    by_default = known if source.split is None else None
     counts.shape = shape.name
     name = Path(source.path).name
     records: list[Record] = []
     joined: Iterator[tuple[RawRow | BadRow, int]] = (
-        assemble_trees(rows) if shape.is_flat_tree else ((row, 1) for row in rows)
+        shape.join(rows) if shape.join else ((row, 1) for row in rows)
     )
     for row, size in joined:
+        if isinstance(row, RawRow) and _is_of_other_split(by_default, row.values, evaluation):
+            row = BadRow(row.where, OTHER_SPLIT, "")
         if isinstance(row, BadRow):
             counts.reject(row.reason, _sample(row.where, row.detail), size)
             continue
@@ -77,12 +97,24 @@ def load_source(
         except RowError as error:
             counts.reject(error.reason, _sample(row.where, error.detail), size)
             continue
+        made = result.records
+        if evaluation and by_default and by_default.evaluates_on_a_share:
+            made = tuple(r for r in made if held_out(prompt_key(r.messages), _EVALUATION_SHARE))
+            if not made:
+                counts.reject(FOR_TRAINING, row.where, size)
+                continue
         counts.notes.update(result.notes)
-        for record in result.records:
+        for record in made:
             records.append(replace(record, source=name, uid=content_uid(record)))
     counts.records = len(records)
     _check_share(counts, max_bad_fraction)
     return records, counts
+
+
+def _is_of_other_split(known: NamedDataset | None, row: Row, evaluation: bool) -> bool:
+    if known is None or known.row_splits is None:
+        return False
+    return row.get("split") != known.row_splits[evaluation]
 
 
 def _normalised(shape: Shape, row: Row, verbatim: bool) -> Normalised:
@@ -121,10 +153,11 @@ def _check_renames(source: SourceConfig, rows: list[RawRow | BadRow]) -> None:
 
 
 def _check_share(counts: SourceCounts, limit: float) -> None:
-    bad = counts.unusable.total()
-    if bad < counts.read and bad <= limit * counts.read:
+    faults = Counter({k: n for k, n in counts.unusable.items() if k not in SET_ASIDE})
+    bad = faults.total()
+    if bad == 0 or (bad < counts.read and bad <= limit * counts.read):
         return
-    reasons = counts.unusable.most_common()
+    reasons = faults.most_common()
     mostly = "; ".join(
         f"{reason} ({number}: {', '.join(counts.samples[reason])})"
         for reason, number in reasons[:_REASONS_SHOWN]

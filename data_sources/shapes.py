@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data_sources import normalise, ranked
 from data_sources.fields import Row, is_turn, listed
 from data_sources.normalise import Columns, Normalised
+from data_sources.raw_rows import BadRow, RawRow
 from data_sources.transcripts import ASSISTANT_MARK
 from rlhf_app.errors import ConfigError
 
 Normaliser = Callable[[Row, Columns, bool], Normalised]
+# Rows -> (row, number of rows that it was made of)
+Join = Callable[[Iterable[RawRow | BadRow]], Iterator[tuple[RawRow | BadRow, int]]]
 _LOOKED_AT = 100
 
 # Part -> column names (compared without case) that play it.
@@ -40,13 +43,13 @@ class Shape:
         name: shown to the user.
         normalise: raw row to records.
         columns: part -> the source's column that plays it.
-        is_flat_tree: rows are single messages, to be joined by `ranked.assemble_trees` first.
+        join: joins rows that belong together before they are normalised, or None.
     """
 
     name: str
     normalise: Normaliser
     columns: Columns
-    is_flat_tree: bool = False
+    join: Join | None = None
 
 
 KNOWN = (
@@ -127,7 +130,7 @@ def _special(seen: _Seen) -> Shape | None:
     if any(isinstance(row.get("prompt"), dict) and "replies" in row["prompt"] for row in seen.rows):
         return Shape("reply trees", ranked.reply_tree, {})
     if {"message_id", "parent_id", "text", "role"} <= set(names):
-        return Shape("reply tree messages", ranked.reply_tree, {}, is_flat_tree=True)
+        return Shape("reply tree messages", ranked.reply_tree, {}, ranked.assemble_trees)
     pairs = (
         {"human_ref_A", "human_ref_B", "labels"},
         {"answer_0", "answer_1", "score_0", "score_1"},

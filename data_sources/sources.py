@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from data_sources.raw_rows import RawRow, Rows
+from data_sources.hub import EVALUATION_SPLITS, TRAIN_SPLITS, Hub, dataset_rows, hub_rows
+from data_sources.raw_rows import Rows
 from data_sources.readers import is_data_file, read_file
 from rlhf_app.errors import ConfigError
 
-# A split's usual names; the first that exists is taken.
-TRAIN_SPLITS = ("train", "train_prefs", "train_sft")
-EVALUATION_SPLITS = ("test", "validation", "eval", "dev", "test_prefs", "test_sft")
 _HUB_ID = re.compile(r"^[\w.-]+(?:/[\w.-]+)?(?::[\w.-]+)?$")
 
 
-def read_source(path: str, split: str | None = None, *, evaluation: bool = False) -> Rows:
+def read_source(
+    path: str, split: str | None = None, *, evaluation: bool = False, hub: Hub | None = None
+) -> Rows:
     """Yields the rows of a source.
 
     Args:
         path: file, directory of files, `save_to_disk` directory, or Hub id (`id:config`).
         split: split to take; None is the train split, or the test split for `evaluation`.
         evaluation: the rows are for evaluation.
+        hub: where datasets are loaded from; None is the Hugging Face Hub.
 
     Raises:
         ConfigError: nothing there, nothing readable in it, no such split, or no network.
@@ -39,9 +39,16 @@ def read_source(path: str, split: str | None = None, *, evaluation: bool = False
     if place.is_dir():
         saved = {"dataset_dict.json", "state.json"} & {p.name for p in place.iterdir()}
         return _saved(path, wanted) if saved else _directory(place, split, wanted)
-    if path.startswith(("/", ".", "~")) or not _HUB_ID.match(path) or is_data_file(place):
+    if not is_hub_id(path):
         raise ConfigError(f"data source {path} does not exist; check the path and the cwd")
-    return _hub(path, split, wanted)
+    return hub_rows(path, split, evaluation=evaluation, hub=hub)
+
+
+def is_hub_id(path: str) -> bool:
+    """Returns whether a source is a dataset of the Hub: nothing here, and no path by its form."""
+    place = Path(path).expanduser()
+    is_path = path.startswith(("/", ".", "~")) or is_data_file(place) or place.exists()
+    return not is_path and _HUB_ID.match(path) is not None
 
 
 def _directory(place: Path, split: str | None, wanted: Sequence[str]) -> Rows:
@@ -90,55 +97,4 @@ def _saved(path: str, wanted: Sequence[str]) -> Rows:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"saved dataset {path} cannot be read: {first}") from error
-    return _dataset_rows(path, loaded, wanted)
-
-
-def _hub(path: str, split: str | None, wanted: Sequence[str]) -> Rows:
-    import datasets
-
-    name, _, config = path.partition(":")
-    try:
-        loaded = datasets.load_dataset(name, config or None)
-    except Exception as error:
-        raise ConfigError(_why_not(path, error)) from error
-    return _dataset_rows(path, loaded, wanted if split is None else (split,))
-
-
-def _why_not(path: str, error: Exception) -> str:
-    """One line: no network, no such dataset, or what `datasets` says."""
-    names, cause = set(), error.__cause__ or error.__context__
-    names.add(type(error).__name__)
-    while cause is not None:
-        names.add(type(cause).__name__)
-        cause = cause.__cause__ or cause.__context__
-    first = (str(error).strip().splitlines() or [""])[0]
-    if names & {"ConnectionError", "ConnectError", "OfflineModeIsEnabled", "ReadTimeout"} or (
-        "reach the hugging face hub" in str(error).lower()
-    ):
-        return (
-            f"data source {path}: no such file or directory here, and the Hugging Face Hub "
-            "cannot be reached; give a local file, or check the network and HF_HUB_OFFLINE"
-        )
-    if "DatasetNotFoundError" in names:
-        return f"data source {path} is neither a file or directory here nor a dataset on the Hub"
-    return f"data source {path} cannot be loaded ({type(error).__name__}: {first})"
-
-
-def _dataset_rows(path: str, loaded: Any, wanted: Sequence[str]) -> Rows:
-    if hasattr(loaded, "keys"):  # a DatasetDict, not a Dataset
-        found = list(loaded.keys())
-        split = next((name for name in wanted if name in found), None)
-        if split is None and len(found) == 1 and wanted == TRAIN_SPLITS:
-            split = found[0]
-        if split is None:
-            raise ConfigError(
-                f"data source {path} has splits {', '.join(found)}, not {wanted[0]}; "
-                "set the source's split"
-            )
-        loaded = loaded[split]
-    return _numbered(path, loaded)
-
-
-def _numbered(path: str, loaded: Any) -> Iterator[RawRow]:
-    for number, values in enumerate(loaded, 1):
-        yield RawRow(f"{path} row {number}", dict(values))
+    return dataset_rows(path, loaded, wanted)
