@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from logging import Logger
 
 SAMPLES_PER_REASON = 3
+
+
+def log_dropped(log: Logger, dropped: Mapping[str, int]) -> None:
+    """Logs how many rows were left out or cut, by reason, the most frequent first."""
+    ordered = sorted(dropped.items(), key=lambda item: -item[1])
+    shown = "; ".join(f"{number} {reason}" for reason, number in ordered if number)
+    log.info("rows left out or cut: %s", shown or "none")
 
 
 @dataclass(slots=True)

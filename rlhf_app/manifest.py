@@ -30,7 +30,7 @@ _GROUPS: dict[StageName, tuple[str, ...]] = {
     "ppo": ("seed", "model.", "data.", "ppo.", "gold.", "hybrid_engine."),
 }
 # Told by the content of the stage's inputs instead of by name.
-_BY_CONTENT = ("model.actor", "model.reward")
+_BY_CONTENT = ("model.actor", "model.reward", "data.chat_template")
 _STAGE_DATA = ("data.sft", "data.reward", "data.ppo")
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "tokenizers")
 
@@ -131,8 +131,10 @@ def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
     }
     read = _data_read(config, stage)
     for key in _STAGE_DATA:
-        if key.removeprefix("data.") not in read:
+        name = key.removeprefix("data.")
+        if name not in read:
             own.pop(key)
+            own.pop(f"data.truncation.{name}")
     for group in LORA_GROUPS:
         # What has no effect makes nothing stale: adapters that are off, or, where they are
         # on, the learning rate that theirs replaces.
@@ -192,6 +194,8 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
     for key, sources in used.items():
         for index, source in enumerate(sources):
             hashes[f"{key}[{index}]"] = content_hash(source.path)
+    if config.data.chat_template is not None:
+        hashes["data.chat_template"] = content_hash(config.data.chat_template)
     scorer = (config.gold.scorer or "").rpartition(":")[0]
     if stage == "ppo" and scorer.endswith(".py"):
         hashes["gold.scorer"] = content_hash(scorer)

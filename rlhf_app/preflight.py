@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_templates import check_template
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import KNOWN_MODELS, model_positions, read_model_config
@@ -140,6 +141,8 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
     ):
         for source in sources:
             _check_source(flag, source)
+    if config.data.chat_template is not None:
+        check_template(config.data.chat_template)
     _check_lengths(config, run)
     if "ppo" in config.stages and config.ppo.keep_best == "gold" and config.gold.scorer is None:
         raise ConfigError(

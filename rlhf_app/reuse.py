@@ -111,6 +111,7 @@ def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
         ("--actor-model", config.model.actor or ""),
         ("--reward-model", config.model.reward or ""),
         ("--gold", (config.gold.scorer or "").rpartition(":")[0]),
+        ("data.chat_template", data.chat_template or ""),
     ]
     for source in config.ppo.rewards:
         named.append(("--reward-source", source.local_path))

@@ -139,7 +139,8 @@ def _format(config: RunConfig, model: str | None) -> tuple[ChatFormat | None, st
     from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 
     tokenizer = load_tokenizer(model)
-    return ChatFormat(tokenizer, config.data.chat_format), tokenizer_hash(tokenizer)
+    fmt = ChatFormat(tokenizer, config.data.chat_format, template_file=config.data.chat_template)
+    return fmt, tokenizer_hash(tokenizer)
 
 
 def _print_sources(console: Console, sources: list[SourceCounts]) -> None:

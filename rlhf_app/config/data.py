@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_app.config.section import Location, Section
 
 ChatFormat = Literal["auto", "template", "human_assistant", "plain"]
+Truncation = Literal["drop", "left", "right", "keep_last_turns"]
+
+
+class TruncationConfig(Section):
+    """What is kept of rows beyond their length limit; what was cut is counted.
+
+    left cuts the beginning of the prompt, right the end of the row, keep_last_turns leaves out
+    the oldest turns but the system's, drop leaves out the row.
+    """
+
+    sft: Truncation = Field("right", description="Demonstrations, against data.max_length.")
+    reward: Truncation = Field(
+        "drop",
+        description="Pairs, against data.max_length. right scores unfinished answers.",
+    )
+    ppo: Truncation = Field(
+        "drop",
+        description="Prompts, against ppo.max_prompt_length. right suits plain text alone.",
+    )
 
 
 class SourceConfig(Section):
@@ -81,18 +100,42 @@ class DataConfig(Section):
         description="auto: the tokenizer's chat template if it has one, else "
         "'\\n\\nHuman: ...\\n\\nAssistant:'. plain: prompt and response as they stand.",
     )
+    chat_template: Location | None = Field(
+        None,
+        description="File with a chat template (Jinja) in place of the tokenizer's; it is saved "
+        "with every model that the run makes.",
+    )
+    truncation: TruncationConfig = Field(
+        default_factory=TruncationConfig, description="Rows beyond their length limit."
+    )
     max_length: int | None = Field(
         None,
         ge=2,
         description="Tokens of prompt + response in SFT and the RM; unset: the smaller of 512 "
         "and the model's positions.",
     )
-    sft_loss_on: Literal["response", "all"] = Field(
-        "response", description="Tokens that carry loss in SFT."
+    sft_loss_on: Literal["response", "all", "assistant_turns"] = Field(
+        "response",
+        description="Tokens that carry loss in SFT: those of the last answer, of every assistant "
+        "turn, or all, prompts included.",
     )
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
     )
+
+    @model_validator(mode="after")
+    def _formats_agree(self) -> DataConfig:
+        if self.chat_template is not None and self.chat_format not in ("auto", "template"):
+            raise ValueError(
+                f"data.chat_template has no effect with data.chat_format = {self.chat_format}; "
+                "leave one of them out"
+            )
+        if self.truncation.ppo == "right" and self.chat_format != "plain":
+            raise ValueError(
+                "data.truncation.ppo = right would cut off the question's end and the mark that "
+                "asks for an answer; use left or keep_last_turns (or data.chat_format = plain)"
+            )
+        return self
 
     @field_validator("split", mode="before")
     @classmethod

@@ -40,7 +40,7 @@ class TokenBatch:
 
 def token_batch(
     rows: Sequence[Sequence[int]],
-    first_targets: Sequence[int],
+    targets: Sequence[Sequence[tuple[int, int]]],
     pad_id: int,
     device: torch.device,
     *,
@@ -52,7 +52,8 @@ def token_batch(
     Args:
         rows: token ids; no row at all gives a batch of the filler alone, without loss, so that
             a rank with nothing to do still takes part in the collectives.
-        first_targets: of each row, the index of its first token with loss, at least 1.
+        targets: of each row, the spans (first, after the last) of its tokens with loss. The
+            very first token is predicted by nothing: spans start at 1 or later.
         pad_id: fills up rows.
         device: of the ids.
         limit: the model's positions.
@@ -62,8 +63,9 @@ def token_batch(
     multiple = 8 if device.type == "cuda" else 1
     input_ids_BT = pad_rows(list(rows) or [filler], pad_id, multiple, limit)
     mask_BT = torch.zeros(input_ids_BT.shape, dtype=torch.bool)
-    for index, (row, first) in enumerate(zip(rows, first_targets, strict=True)):
-        mask_BT[index, first : len(row)] = True
+    for index, (_, spans) in enumerate(zip(rows, targets, strict=True)):
+        for first, end in spans:
+            mask_BT[index, first:end] = True
     return TokenBatch(to_device(input_ids_BT, device), mask_BT)
 
 

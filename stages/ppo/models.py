@@ -192,7 +192,10 @@ def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
     )
     _check_lengths(ppo, actor, inputs["actor"])
     chat_format = ChatFormat(
-        tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(actor)
+        tokenizer,
+        config.data.chat_format,
+        extra_stop_ids=eos_token_ids(actor),
+        template_file=config.data.chat_template,
     )
 
     # The sources of rewards; the stage-2 model is one of them unless others are named.

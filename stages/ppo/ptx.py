@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from data_sources.examples import NO_TARGET, sft_examples
+from data_sources.examples import NO_TARGET, LossOn, sft_examples, target_spans
 from data_sources.records import Record
 from data_sources.stage_data import load_text
+from data_sources.truncation import Policy
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat
@@ -28,6 +29,7 @@ from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy, token_bat
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
 
+TextRow = tuple[list[int], list[tuple[int, int]]]
 # Not the order in which SFT saw its rows.
 _SEED = 40_487
 
@@ -37,7 +39,7 @@ class TextMix:
 
     Args:
         engine: the actor's.
-        rows: (token ids, index of the first token with loss) of each, not empty.
+        rows: (token ids, spans of the tokens with loss) of each, not empty.
         coef: weight of the cross-entropy.
         batch_size: rows of a step, over all ranks.
         limit: of a micro-batch.
@@ -50,7 +52,7 @@ class TextMix:
     def __init__(
         self,
         engine: Any,
-        rows: Sequence[tuple[list[int], int]],
+        rows: Sequence[TextRow],
         *,
         coef: float,
         batch_size: int,
@@ -87,7 +89,7 @@ class TextMix:
             micro_batches=[self._micro_batch(part) for part in parts],
             loss_fn=self._loss,
             # Every rank knows the whole step.
-            total_weight=sum(self._lengths[row] - self._rows[row][1] for row in batch),
+            total_weight=sum(end - first for row in batch for first, end in self._rows[row][1]),
             coef=self._coef,
         )
 
@@ -151,7 +153,12 @@ def load_text_mix(
     positions = model_max_length(engine.module.config)
     longest = length_limit(config.data.max_length, positions, path)
     rows, dropped = text_rows(
-        records, fmt, tokenizer, longest, all_tokens=config.data.sft_loss_on == "all"
+        records,
+        fmt,
+        tokenizer,
+        longest,
+        loss_on=config.data.sft_loss_on,
+        truncation=config.data.truncation.sft,
     )
     reasons += dropped
     if not rows:
@@ -175,9 +182,15 @@ def load_text_mix(
 
 
 def text_rows(
-    records: Sequence[Record], fmt: ChatFormat, tokenizer: Any, longest: int, *, all_tokens: bool
-) -> tuple[list[tuple[list[int], int]], Counter[str]]:
-    """Returns ((token ids, index of the first token with loss) of each row, rows lost or cut).
+    records: Sequence[Record],
+    fmt: ChatFormat,
+    tokenizer: Any,
+    longest: int,
+    *,
+    loss_on: LossOn = "response",
+    truncation: Policy = "right",
+) -> tuple[list[TextRow], Counter[str]]:
+    """Returns ((token ids, spans of the tokens with loss) of each row, rows lost or cut).
 
     Args:
         records: with an answer, which carries the loss, or of plain text, all of which does:
@@ -185,13 +198,20 @@ def text_rows(
         fmt: chat format of the actor.
         tokenizer: of the actor.
         longest: most tokens of a row.
-        all_tokens: prompts carry loss too.
+        loss_on: which tokens of records with an answer carry loss.
+        truncation: what becomes of longer ones.
     """
     answered = [record for record in records if record.sft_target is not None]
-    examples, reasons = sft_examples(answered, fmt, tokenizer_hash(tokenizer), longest)
-    rows = [
-        (example.input_ids, 1 if all_tokens else max(1, example.response_start))
-        for example in examples
+    examples, reasons = sft_examples(
+        answered,
+        fmt,
+        tokenizer_hash(tokenizer),
+        longest,
+        truncation=truncation,
+        every_turn=loss_on == "assistant_turns",
+    )
+    rows: list[TextRow] = [
+        (example.input_ids, target_spans(example, loss_on)) for example in examples
     ]
     for record in records:
         if record.sft_target is not None:
@@ -202,6 +222,7 @@ def text_rows(
         ids = fmt.prompt_ids([("user", record.messages[0].content)], rendered=True)
         if tokenizer.eos_token_id is not None:
             ids = [*ids, tokenizer.eos_token_id]
-        rows += [(ids[at : at + longest], 1) for at in range(0, len(ids), longest)]
-    # The first token of a row is never predicted: a row of one has nothing to learn from.
-    return [row for row in rows if len(row[0]) > row[1]], +reasons
+        parts = [ids[at : at + longest] for at in range(0, len(ids), longest)]
+        # The first token of a row is never predicted: a row of one has nothing to learn from.
+        rows += [(part, [(1, len(part))]) for part in parts if len(part) > 1]
+    return [row for row in rows if row[1]], +reasons

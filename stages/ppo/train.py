@@ -19,7 +19,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from functools import partial
 
+from data_sources.counts import log_dropped
 from data_sources.examples import prompt_examples
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
@@ -75,12 +77,15 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     if ppo.ema_decay is not None:
         average = WeightAverage(models.actor, ppo.ema_decay, dist)
     clock.lap("engine")
-    prompts, dropped = prompt_examples(
-        data.train, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
+    encode = partial(
+        prompt_examples,
+        fmt=models.chat_format,
+        tok_hash=models.tokenizer_id,
+        max_prompt_length=ppo.max_prompt_length,
+        truncation=config.data.truncation.ppo,
     )
-    held_out, eval_dropped = prompt_examples(
-        data.evaluation, models.chat_format, models.tokenizer_id, ppo.max_prompt_length
-    )
+    prompts, dropped = encode(data.train)
+    held_out, eval_dropped = encode(data.evaluation)
     held_out = held_out[: ppo.eval_prompts]
     dropped += eval_dropped + Counter(data.counts.dropped("ppo"))
     if not prompts or not held_out:
@@ -92,6 +97,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         config, models.actor, models.tokenizer, models.chat_format, inputs["actor"], dist
     )
     dropped += Counter({f"ptx: {why}": count for why, count in dropped_text.items()})
+    log_dropped(log, dropped)
     check_vocabulary(
         models.actor.module, (p.input_ids for p in [*prompts, *held_out]), inputs["actor"]
     )

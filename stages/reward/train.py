@@ -17,10 +17,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from functools import partial
 from itertools import chain
 
 import torch
 
+from data_sources.counts import log_dropped
 from data_sources.examples import PairExample, pair_examples
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
@@ -86,7 +88,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         gradient_checkpointing=settings.gradient_checkpointing,
     )
     eos_ids = generation_eos_ids(path, model.config, trust_remote_code=trust)
-    fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_ids)
+    fmt = ChatFormat(
+        tokenizer,
+        config.data.chat_format,
+        extra_stop_ids=eos_ids,
+        template_file=config.data.chat_template,
+    )
     positions = model_max_length(model.config)
 
     clock.lap("model")
@@ -94,10 +101,17 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     # 2. The data, as pairs of token ids. Every rank reads all and takes its share of each step.
     data = load_stage_data(config, "reward")
     longest = length_limit(config.data.max_length, positions, path)
-    encode = (fmt, tokenizer_hash(tokenizer), longest)
-    train, dropped = pair_examples(data.train, *encode)
-    held_out, eval_dropped = pair_examples(data.evaluation, *encode)
+    encode = partial(
+        pair_examples,
+        fmt=fmt,
+        tok_hash=tokenizer_hash(tokenizer),
+        max_length=longest,
+        truncation=config.data.truncation.reward,
+    )
+    train, dropped = encode(data.train)
+    held_out, eval_dropped = encode(data.evaluation)
     dropped += eval_dropped + Counter(data.counts.dropped("reward"))
+    log_dropped(log, dropped)
     if not train or not held_out:
         raise ConfigError(
             f"reward: {len(train)} training and {len(held_out)} evaluation pairs are usable "

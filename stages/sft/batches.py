@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
-from data_sources.examples import SequenceExample
+from data_sources.examples import LossOn, SequenceExample, target_spans
 from rlhf_app.training.cross_entropy import TokenBatch, token_batch
-
-LossOn = Literal["response", "all"]
-
-
-def first_target(example: SequenceExample, loss_on: LossOn) -> int:
-    """Index of the first token with loss; the very first token is never predicted."""
-    return max(1, example.response_start if loss_on == "response" else 1)
 
 
 def target_tokens(example: SequenceExample, loss_on: LossOn) -> int:
     """Number of tokens of one row that carry loss."""
-    return max(0, len(example.input_ids) - first_target(example, loss_on))
+    return sum(end - start for start, end in target_spans(example, loss_on))
 
 
 def collate(
@@ -44,7 +36,7 @@ def collate(
     """
     return token_batch(
         [example.input_ids for example in examples],
-        [first_target(example, loss_on) for example in examples],
+        [target_spans(example, loss_on) for example in examples],
         pad_id,
         device,
         limit=limit,

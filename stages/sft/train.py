@@ -15,11 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
+from data_sources.counts import log_dropped
 from data_sources.examples import SequenceExample, sft_examples
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
@@ -77,7 +79,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         trust_remote_code=config.model.trust_remote_code,
         gradient_checkpointing=sft.gradient_checkpointing,
     )
-    fmt = ChatFormat(tokenizer, config.data.chat_format, extra_stop_ids=eos_token_ids(model))
+    fmt = ChatFormat(
+        tokenizer,
+        config.data.chat_format,
+        extra_stop_ids=eos_token_ids(model),
+        template_file=config.data.chat_template,
+    )
     positions = model_max_length(model.config)
 
     clock.lap("model")
@@ -85,10 +92,18 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     # 2. The data, as token ids. Every rank reads all of it and takes its share of each step.
     data = load_stage_data(config, "sft")
     longest = length_limit(config.data.max_length, positions, path)
-    encode = (fmt, tokenizer_hash(tokenizer), longest)
-    train, dropped = sft_examples(data.train, *encode)
-    held_out, eval_dropped = sft_examples(data.evaluation, *encode)
+    encode = partial(
+        sft_examples,
+        fmt=fmt,
+        tok_hash=tokenizer_hash(tokenizer),
+        max_length=longest,
+        truncation=config.data.truncation.sft,
+        every_turn=config.data.sft_loss_on == "assistant_turns",
+    )
+    train, dropped = encode(data.train)
+    held_out, eval_dropped = encode(data.evaluation)
     dropped += eval_dropped + Counter(data.counts.dropped("sft"))
+    log_dropped(log, dropped)
     if not train or not held_out:
         raise ConfigError(
             f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "

@@ -22,7 +22,13 @@ from stages.ppo.ptx import TextMix, text_rows
 
 TWO = BatchLimit(2)
 CPU = torch.device("cpu")
-ROWS = [([1, 5, 6, 7], 2), ([1, 8, 9], 1), ([1, 5, 9, 6, 5, 7, 2], 4), ([3, 4], 1), ([1, 6, 6], 2)]
+ROWS = [
+    ([1, 5, 6, 7], [(2, 4)]),
+    ([1, 8, 9], [(1, 3)]),
+    ([1, 5, 9, 6, 5, 7, 2], [(4, 7)]),
+    ([3, 4], [(1, 2)]),
+    ([1, 6, 6], [(2, 3)]),
+]
 
 
 class Bigrams(torch.nn.Module):
@@ -116,28 +122,28 @@ def record(prompt, response=None):
     return Record((Message("user", prompt),), response=response)
 
 
-@pytest.mark.parametrize(("all_tokens", "first"), [(False, 3), (True, 1)])
-def test_answers_carry_the_loss_and_plain_text_all_of_it(monkeypatch, all_tokens, first):
+@pytest.mark.parametrize(("loss_on", "first"), [("response", 3), ("all", 1)])
+def test_answers_carry_the_loss_and_plain_text_all_of_it(monkeypatch, loss_on, first):
     monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
     two_turns = Record((Message("user", "a"), Message("assistant", "b")))
     records = [record("qq", "ab"), record("abcde"), two_turns]
-    rows, reasons = text_rows(records, Format(), Words(), 8, all_tokens=all_tokens)
+    rows, reasons = text_rows(records, Format(), Words(), 8, loss_on=loss_on)
     a, q = ord("a"), ord("q")
     assert rows == [
-        ([1, q, q, a, a + 1, 2], first),
-        ([1, a, a + 1, a + 2, a + 3, a + 4, 2], 1),
+        ([1, q, q, a, a + 1, 2], [(first, 6)]),
+        ([1, a, a + 1, a + 2, a + 3, a + 4, 2], [(1, 7)]),
     ]
     assert reasons == {NO_TARGET: 1}
 
 
 def test_long_plain_text_is_cut_into_rows(monkeypatch):
     monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
-    rows, _ = text_rows([record("abcdef")], Format(), Words(), 3, all_tokens=False)
+    rows, _ = text_rows([record("abcdef")], Format(), Words(), 3)
     # 8 ids: BOS, six letters, EOS.
     assert [len(ids) for ids, _ in rows] == [3, 3, 2]
     assert [i for ids, _ in rows for i in ids] == [1, *range(97, 103), 2]
     # A last row of one token would have nothing to predict.
-    rows, _ = text_rows([record("abcde")], Format(), Words(), 3, all_tokens=False)
+    rows, _ = text_rows([record("abcde")], Format(), Words(), 3)
     assert [len(ids) for ids, _ in rows] == [3, 3]
 
 
@@ -210,7 +216,7 @@ def test_the_objective_is_the_policy_loss_plus_the_weighted_mean(dist):
     table = start.clone().requires_grad_(True)
     first = table[torch.arange(4)].square().sum() / 7
     total, count = 0.0, 0
-    for ids, begin in ROWS:
+    for ids, ((begin, _),) in ROWS:
         logits, targets = table[torch.tensor(ids[:-1])], torch.tensor(ids[1:])
         total = total + F.cross_entropy(logits[begin - 1 :], targets[begin - 1 :], reduction="sum")
         count += len(ids) - begin
