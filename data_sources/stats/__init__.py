@@ -1,0 +1,1 @@
+"""What data holds, in numbers: lengths, duplicates, scripts, and how answers differ."""
