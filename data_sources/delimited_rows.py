@@ -5,22 +5,21 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
-from data_sources.raw_rows import NOT_UTF8, BadRow, RawRow, Rows
+from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
 from rlhf_app.errors import ConfigError
 
 # A field may hold a whole book; the default limit is 128 KiB.
 _FIELD_LIMIT = 2**31 - 1
 
 
-def comma_separated(path: Path, stream: IO[bytes]) -> Rows:
+def comma_separated(path: DataFile, stream: IO[bytes]) -> Rows:
     """Yields the rows of a CSV file with a header."""
     return _delimited(path, stream, ",")
 
 
-def tab_separated(path: Path, stream: IO[bytes]) -> Rows:
+def tab_separated(path: DataFile, stream: IO[bytes]) -> Rows:
     """Yields the rows of a TSV file with a header."""
     return _delimited(path, stream, "\t")
 
@@ -49,7 +48,7 @@ class _Lines(Iterator[str]):
         self._again += reversed(self._taken[1:])
 
 
-def _delimited(path: Path, stream: IO[bytes], delimiter: str) -> Rows:
+def _delimited(path: DataFile, stream: IO[bytes], delimiter: str) -> Rows:
     csv.field_size_limit(_FIELD_LIMIT)
     # Bytes that are no text become lone surrogates, which tell their rows from the others.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -79,7 +78,7 @@ def _delimited(path: Path, stream: IO[bytes], delimiter: str) -> Rows:
         yield _row(f"{path.name} row {number}", header, fields)
 
 
-def _checked_header(path: Path, fields: list[str]) -> list[str]:
+def _checked_header(path: DataFile, fields: list[str]) -> list[str]:
     if not all(map(_is_text, fields)):
         raise ConfigError(f"{path} is not UTF-8 in its header; convert it, e.g. with iconv")
     return fields

@@ -6,10 +6,9 @@ import io
 import json
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 from typing import IO, Any
 
-from data_sources.raw_rows import NOT_UTF8, BadRow, RawRow, Rows
+from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
 from rlhf_app.errors import ConfigError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -18,7 +17,7 @@ _TOO_DEEP = "JSON is nested too deeply"
 _LOOKED_AT = 100
 
 
-def json_lines(path: Path, stream: IO[bytes]) -> Rows:
+def json_lines(path: DataFile, stream: IO[bytes]) -> Rows:
     """Yields one row per line that is not blank; a line that is no object is a bad row.
 
     Byte-order marks are skipped on any line: files that were put together have several.
@@ -31,7 +30,7 @@ def json_lines(path: Path, stream: IO[bytes]) -> Rows:
             yield _parsed(f"{path.name} line {number}", line)
 
 
-def json_document(path: Path, stream: IO[bytes]) -> Rows:
+def json_document(path: DataFile, stream: IO[bytes]) -> Rows:
     """Yields the rows of one JSON value: a list of rows, columns, or a single row.
 
     A file named so that holds one object a line is read line by line, broken lines included.
@@ -60,7 +59,7 @@ def json_document(path: Path, stream: IO[bytes]) -> Rows:
             yield _checked(where, row)
 
 
-def _refuse_utf16(path: Path, start: bytes) -> None:
+def _refuse_utf16(path: DataFile, start: bytes) -> None:
     if start.startswith(_UTF16):
         raise ConfigError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
 
@@ -104,7 +103,7 @@ def _encoded(row: Any) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _rows_of(path: Path, value: Any) -> Iterable[Any]:
+def _rows_of(path: DataFile, value: Any) -> Iterable[Any]:
     """Accepts a list of rows, one object around such a list, columns, or a single row."""
     if isinstance(value, list):
         return value

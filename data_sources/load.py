@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from data_sources.columns import mapped
 from data_sources.counts import SourceCounts
-from data_sources.fields import Row, RowError, listed
+from data_sources.custom import LEFT_OUT, custom_shape
+from data_sources.fields import Row, RowError
 from data_sources.hub import Hub
 from data_sources.identity import content_uid, prompt_key
 from data_sources.named import NamedDataset, find
@@ -20,12 +22,13 @@ from data_sources.sources import is_hub_id, read_source
 from data_sources.split import held_out
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
+from rlhf_app.url_secrets import without_secrets
 
 UNEXPECTED = "values are not of the expected kind"
 OTHER_SPLIT = "row is of the other split"
 FOR_TRAINING = "prompt is in the nine tenths to train on"
 # Left out on purpose, whatever their number.
-SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING})
+SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING, LEFT_OUT})
 # Held out of datasets that have one split, as DeepSpeed-Chat does (9:1).
 _EVALUATION_SHARE = 0.1
 _REASONS_SHOWN = 3
@@ -51,7 +54,7 @@ def load_source(
     """Returns (records in file order, counts).
 
     Args:
-        source: path, split and column names.
+        source: path, split, column names and normaliser.
         verbatim: keep texts exactly as they are (the plain chat format).
         max_bad_fraction: largest share of unusable rows.
         evaluation: take the source's test split by default; of known datasets without one, a
@@ -61,27 +64,25 @@ def load_source(
     Raises:
         ConfigError: nothing readable, no known shape, no rows, or too many unusable ones.
     """
-    counts = SourceCounts(source.path)
+    counts = SourceCounts(without_secrets(source.path))
     rows = list(read_source(source.path, source.split, evaluation=evaluation, hub=hub))
-    renames = {theirs: ours for ours, theirs in source.columns.items()}
-    if renames:
-        rows = [_renamed(row, renames) for row in rows]
-        _check_renames(source, rows)
+    rows = mapped(counts.path, rows, source.columns)
     counts.read = len(rows)
     good = [row.values for row in rows if isinstance(row, RawRow)]
     if not rows:
-        raise ConfigError(f"data source {source.path} holds no rows")
+        raise ConfigError(f"data source {counts.path} holds no rows")
     if not good:
         bad = next(row for row in rows if isinstance(row, BadRow))
         raise ConfigError(
-            f"data source {source.path}: none of its {len(rows)} rows can be read "
+            f"data source {counts.path}: none of its {len(rows)} rows can be read "
             f"({bad.where}: {_sample(bad.reason, bad.detail)})"
         )
     known = find(source.path) if is_hub_id(source.path) else None
-    shape = (known and known.as_shape()) or recognise(source.path, good)
+    shape = custom_shape(source.normaliser) if source.normaliser else known and known.as_shape()
+    shape = shape or recognise(counts.path, good, source.columns)
     by_default = known if source.split is None else None
     counts.shape = shape.name
-    name = Path(source.path).name
+    name = Path(counts.path).name
     records: list[Record] = []
     joined: Iterator[tuple[RawRow | BadRow, int]] = (
         shape.join(rows) if shape.join else ((row, 1) for row in rows)
@@ -131,25 +132,6 @@ def _sample(where: str, detail: str) -> str:
     # Values are shown to the user: no half of a surrogate pair, and one line.
     detail = " ".join(detail.encode("utf-8", "backslashreplace").decode("utf-8").split())
     return f"{where}: {detail}" if detail else where
-
-
-def _renamed(row: RawRow | BadRow, renames: dict[str, str]) -> RawRow | BadRow:
-    if isinstance(row, BadRow):
-        return row
-    ours = set(renames.values())
-    # A mapped name wins over a column that happens to have it already.
-    kept = {k: v for k, v in row.values.items() if k in renames or k not in ours}
-    return RawRow(row.where, {renames.get(k, k): v for k, v in kept.items()})
-
-
-def _check_renames(source: SourceConfig, rows: list[RawRow | BadRow]) -> None:
-    found = {name for row in rows if isinstance(row, RawRow) for name in row.values}
-    for ours, theirs in source.columns.items():
-        if found and ours not in found:
-            raise ConfigError(
-                f"data source {source.path}: data.sources[].columns names {theirs!r} for {ours}, "
-                f"but the columns are {listed(sorted(found))}"
-            )
 
 
 def _check_share(counts: SourceCounts, limit: float) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 NOT_UTF8 = "not valid UTF-8"
+
+
+class DataFile(Protocol):
+    """A file here or elsewhere, as messages show it."""
+
+    @property
+    def name(self) -> str:
+        """The file's own name, without the directories."""
 
 
 @dataclass(frozen=True, slots=True)

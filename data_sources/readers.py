@@ -1,4 +1,4 @@
-"""Raw rows out of files: JSON, JSONL, CSV, TSV, Parquet and Arrow, plain or gzipped.
+"""Raw rows out of files: JSON, JSONL, CSV, TSV, Parquet and Arrow, plain, .gz or .zst.
 
 A row that cannot be parsed becomes a `BadRow` and reading goes on. Only a file that cannot be
 read to its end is an error: how many rows a cut or damaged file has lost, nobody can count.
@@ -8,32 +8,32 @@ Directories of such files, `save_to_disk` directories and Hub ids are handled by
 
 from __future__ import annotations
 
-import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
+from data_sources.compressed import is_compressed, opened, plain_name
 from data_sources.delimited_rows import comma_separated, tab_separated
 from data_sources.json_rows import json_document, json_lines
-from data_sources.raw_rows import NOT_UTF8, BadRow, RawRow, Rows
+from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
+from data_sources.remote import RemoteFile
 from rlhf_app.errors import ConfigError
 
 
-def suffix_of(path: Path) -> str:
+def suffix_of(path: DataFile) -> str:
     """Returns the lower-case suffix that decides the format: ".jsonl" for "a.jsonl.gz"."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    return Path(plain_name(path.name)).suffix
 
 
-def is_data_file(path: Path) -> bool:
+def is_data_file(path: DataFile) -> bool:
     """Returns whether `read_file` knows the file's suffix."""
     return suffix_of(path) in _READERS
 
 
-def read_file(path: Path) -> Rows:
+def read_file(path: Path | RemoteFile) -> Rows:
     """Yields the rows of one file, in its order.
 
     Raises:
@@ -43,11 +43,12 @@ def read_file(path: Path) -> Rows:
     reader = _READERS.get(suffix_of(path))
     if reader is None:
         raise ConfigError(
-            f"{path}: unknown file type; use one of {', '.join(sorted(_READERS))}, plain or .gz"
+            f"{path}: unknown file type; use one of {', '.join(sorted(_READERS))}, plain, .gz or "
+            ".zst"
         )
     number = 0
     try:
-        with _opened(path) as stream:
+        with opened(path) as stream:
             for number, row in enumerate(reader(path, stream), 1):  # noqa: B007
                 yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -56,13 +57,7 @@ def read_file(path: Path) -> Rows:
         raise ConfigError(f"{path} cannot be read{beyond}: {reason}") from error
 
 
-def _opened(path: Path) -> IO[bytes]:
-    if path.name.lower().endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    return open(path, "rb")
-
-
-def _parquet(path: Path, stream: IO[bytes]) -> Rows:
+def _parquet(path: DataFile, stream: IO[bytes]) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -73,7 +68,7 @@ def _parquet(path: Path, stream: IO[bytes]) -> Rows:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
 
 
-def _arrow(path: Path, stream: IO[bytes]) -> Rows:
+def _arrow(path: DataFile, stream: IO[bytes]) -> Rows:
     import pyarrow as pa
 
     source = _seekable(path, stream)
@@ -91,11 +86,13 @@ def _arrow(path: Path, stream: IO[bytes]) -> Rows:
         raise ConfigError(f"{path} is not an Arrow file: {error}") from error
 
 
-def _seekable(path: Path, stream: IO[bytes]) -> IO[bytes]:
-    return io.BytesIO(stream.read()) if path.name.lower().endswith(".gz") else stream
+def _seekable(path: DataFile, stream: IO[bytes]) -> IO[bytes]:
+    if is_compressed(path.name) or not stream.seekable():
+        return io.BytesIO(stream.read())
+    return stream
 
 
-def _arrow_rows(path: Path, batches: Iterable[Any]) -> Rows:
+def _arrow_rows(path: DataFile, batches: Iterable[Any]) -> Rows:
     number = 0
     for batch in batches:
         for values in _values(batch):
@@ -123,7 +120,7 @@ def _values(batch: Any) -> Iterable[Any]:
     return rows
 
 
-_READERS: dict[str, Callable[[Path, IO[bytes]], Rows]] = {
+_READERS: dict[str, Callable[[DataFile, IO[bytes]], Rows]] = {
     ".json": json_document,
     ".jsonl": json_lines,
     ".ndjson": json_lines,

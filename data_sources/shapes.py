@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +67,18 @@ KNOWN = (
 )
 
 
-def recognise(name: str, rows: Sequence[Row]) -> Shape:
+def recognise(name: str, rows: Sequence[Row], mapped: Collection[str] = ()) -> Shape:
     """Returns the shape of a source.
 
     Args:
         name: the source's name, for messages.
         rows: its raw rows; the first hundred are looked at.
+        mapped: parts that the user has named a column for; no other column can play them.
 
     Raises:
         ConfigError: no shape fits, or several columns could play the same part.
     """
-    seen = _Seen(name, rows[:_LOOKED_AT])
+    seen = _Seen(name, rows[:_LOOKED_AT], mapped)
     special = _special(seen)
     if special is not None:
         return special
@@ -177,7 +178,7 @@ def _starts_with_from(value: object) -> bool:
 class _Seen:
     """Columns that have a value in the first rows, and which part each could play."""
 
-    def __init__(self, source: str, rows: Sequence[Row]) -> None:
+    def __init__(self, source: str, rows: Sequence[Row], mapped: Collection[str]) -> None:
         self.source = source
         self.rows = rows
         self.names: dict[str, None] = {
@@ -190,6 +191,7 @@ class _Seen:
             part: [name for alias in aliases for name in lower.get(alias, [])]
             for part, aliases in _ALIASES.items()
         }
+        self.parts |= {part: [part] for part in mapped if part in self.names}
         # Alpaca's history accompanies an instruction; alone (SHP) it is the prompt.
         if len(self.parts["prompt"]) > 1:
             self.parts["prompt"] = [n for n in self.parts["prompt"] if n.lower() != "history"]
@@ -214,8 +216,8 @@ class _Seen:
         if len(names) > 1:
             raise ConfigError(
                 f"{self.source}: columns {' and '.join(names)} could each be the {part} "
-                f"(columns found: {listed(self.names)}); keep one, or say which with "
-                f"data.sources[].columns: {{{part}: {names[0]}}}"
+                f"(columns found: {listed(self.names)}); keep one, or say which in the config: "
+                f"{self._yaml({part: names[0]})}"
             )
         return names[0]
 
@@ -232,8 +234,32 @@ class _Seen:
     def unknown(self, why: str = "") -> ConfigError:
         found = listed(self.names)
         because = f" ({why})" if why else ""
+        candidates = self._texts()
+        parts = ("prompt", "response") if len(candidates) < 3 else ("prompt", "chosen", "rejected")
+        example = dict(zip(parts, candidates or ["my_question"], strict=False))
         return ConfigError(
             f"{self.source}: columns {found} fit no known shape{because}; known: "
-            f"{'; '.join(KNOWN)}. Rename columns in the file, or map them with "
-            "data.sources[].columns, e.g. {prompt: my_question, chosen: good, rejected: bad}"
+            f"{'; '.join(KNOWN)}. Texts are in {listed(candidates)}: say what they are in the "
+            f"config, for example {self._yaml(example)}, or name a normaliser (docs/data.md)"
         )
+
+    def _texts(self) -> list[str]:
+        """Columns, and those one level inside objects, that hold texts or turns."""
+        found: dict[str, None] = {}
+        for row in self.rows:
+            for name, value in row.items():
+                inner = value if isinstance(value, dict) and not is_turn(value) else {"": value}
+                for below, item in inner.items():
+                    turns = isinstance(item, list) and bool(item) and is_turn(item[0])
+                    if isinstance(item, str) or turns or is_turn(item):
+                        found[f"{name}.{below}" if below else name] = None
+        return list(found)
+
+    def _yaml(self, columns: dict[str, str]) -> str:
+        import yaml
+
+        sources = {"sources": [{"path": self.source, "columns": columns}]}
+        text = yaml.safe_dump(
+            sources, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+        )
+        return f"data: {text.strip()}"

@@ -15,6 +15,7 @@ from rlhf_app.config.keys import flatten
 from rlhf_app.config.lora import LORA_GROUPS
 from rlhf_app.config.rewards import RewardSource
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
+from rlhf_app.data_paths import has_wildcards, source_hash
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.run_directory import RunDirectory
@@ -163,8 +164,10 @@ def _data_read(config: RunConfig, stage: StageName) -> tuple[StageName, ...]:
 
 def _source_settings(source: SourceConfig) -> dict[str, object]:
     values = source.model_dump(mode="json")
-    if Path(source.path).expanduser().exists():
+    if Path(source.path).expanduser().exists() or has_wildcards(source.path):
         values.pop("path")
+    else:
+        values["path"] = without_secrets(source.path)
     return values
 
 
@@ -193,7 +196,9 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
         used["ppo.ptx_data"] = config.ppo.ptx_data
     for key, sources in used.items():
         for index, source in enumerate(sources):
-            hashes[f"{key}[{index}]"] = content_hash(source.path)
+            hashes[f"{key}[{index}]"] = source_hash(source.path)
+            if source.normaliser_file:
+                hashes[f"{key}[{index}].normaliser"] = content_hash(source.normaliser_file)
     if config.data.chat_template is not None:
         hashes["data.chat_template"] = content_hash(config.data.chat_template)
     scorer = (config.gold.scorer or "").rpartition(":")[0]

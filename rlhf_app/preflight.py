@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
+from rlhf_app.data_paths import has_wildcards, matching_files
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_templates import check_template
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file
@@ -14,7 +15,7 @@ from rlhf_app.reward_checks import check_rewards, check_scorer
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
+_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
 
 
 def check_sizes(config: RunConfig, num_processes: int) -> None:
@@ -187,6 +188,14 @@ def _check_model(flag: str, name: str) -> None:
 
 def _check_source(flag: str, source: SourceConfig) -> None:
     name = source.path
+    if source.normaliser is not None:
+        from data_sources.custom import custom_shape  # runs the user's code
+
+        custom_shape(source.normaliser)
+    if has_wildcards(name):
+        if not matching_files(name):
+            raise ConfigError(f"{flag} {name}: no file matches the pattern")
+        return
     path = Path(name).expanduser()
     if path.exists() or ":" in name:
         return

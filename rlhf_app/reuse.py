@@ -14,6 +14,7 @@ from typing import Literal
 
 from rlhf_app.config.rewards import uses_model
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
+from rlhf_app.data_paths import has_wildcards, matching_files
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
@@ -123,7 +124,11 @@ def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
         ("--eval-data", data.eval),
         ("ppo.ptx_data", config.ppo.ptx_data),
     ):
-        named += [(flag, source.path) for source in sources]
+        for data_source in sources:
+            paths = [data_source.path, data_source.normaliser_file]
+            if has_wildcards(data_source.path):
+                paths += map(str, matching_files(data_source.path))
+            named += [(flag, path) for path in paths]
     return [(flag, name) for flag, name in named if name]
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from rlhf_app.config.functions import names_function
 from rlhf_app.config.rewards import RewardSource
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import read_model_config
 
-_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 # What the reward stage leaves beside its model.
 _OURS = "reward_config.json"
-_SCORER = re.compile(rf"({_DOTTED}|.+\.py):{_DOTTED}")
 
 
 def check_rewards(config: RunConfig) -> None:
@@ -47,7 +45,7 @@ def check_scorer(flag: str, scorer: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if _SCORER.fullmatch(scorer) is None:
+    if not names_function(scorer):
         raise ConfigError(
             f"{flag} {scorer}: expected module:function or file.py:function, for example "
             "my_scores:politeness"

@@ -7,16 +7,12 @@ of `rlhf data make-pairs`. This module is free of torch.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.functions import load_function
 
 Scorer = Callable[[list[str], list[str]], list[float]]
 
@@ -34,68 +30,7 @@ def load_scorer(spec: str) -> Scorer:
     Raises:
         ConfigError: bad spec, no such module, file or function; or an import that fails.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise ConfigError(
-            f"scorer {spec}: expected module:function or file.py:function, "
-            "for example my_scores:politeness"
-        )
-    found: Any = _module(spec, source)
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ConfigError(
-                f"scorer {spec}: {source} has no {name}; check the name after the colon"
-            ) from None
-    if not callable(found):
-        raise ConfigError(f"scorer {spec}: {name} is a {type(found).__name__}, not a function")
-    return _checked(spec, found)
-
-
-def _module(spec: str, source: str) -> ModuleType:
-    if source.endswith(".py"):
-        return _module_of_file(spec, Path(source).expanduser())
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # Behind everything else: a file here must not replace an installed package. It stays
-        # there, since a scorer may import its neighbours only when it is called.
-        sys.path.append(here)
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        missing = error.name or source
-        if source == missing or source.startswith(f"{missing}."):
-            raise ConfigError(
-                f"scorer {spec}: no module {missing} in {here} or among the installed packages"
-            ) from error
-        raise ConfigError(f"scorer {spec}: {source} needs the package {missing}") from error
-    except Exception as error:
-        raise ConfigError(_import_failed(spec, source, error)) from error
-
-
-def _module_of_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"scorer {spec}: no file {path}")
-    # A name that no import statement can produce: the file never stands in for a package.
-    name = f"scorer:{path.resolve()}"
-    description = importlib.util.spec_from_file_location(name, path)
-    assert description is not None
-    assert description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    # Dataclasses and pickle look their own module up.
-    sys.modules[name] = module
-    try:
-        description.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(_import_failed(spec, str(path), error)) from error
-    return module
-
-
-def _import_failed(spec: str, source: str, error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"scorer {spec}: importing {source} failed with {type(error).__name__}: {first}"
+    return _checked(spec, load_function("scorer", spec, "my_scores:politeness"))
 
 
 def _checked(spec: str, function: Callable[[list[str], list[str]], Iterable[Any]]) -> Scorer:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_app.config.functions import function_file, names_function
 from rlhf_app.config.section import Location, Section
 
 ChatFormat = Literal["auto", "template", "human_assistant", "plain"]
@@ -34,7 +35,8 @@ class SourceConfig(Section):
     """One data source and its share in the blend."""
 
     path: Location = Field(
-        description="File, directory or Hub dataset id (id:config for a config)."
+        description="File, pattern (data/*.jsonl), directory, address (s3://..., https://...) or "
+        "Hub dataset id (id:config for a config)."
     )
     weight: float = Field(
         1.0, gt=0, description="Relative weight in the blend; 1 takes every row once."
@@ -45,15 +47,30 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(
         {},
         description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
-        "rejected, messages, system, input, margin.",
+        "rejected, messages, system, input, margin. Nested columns by dots: question.text.",
     )
+    normaliser: str | None = Field(
+        None,
+        description="module:function or file.py:function from a row (dict) to a record (dict with "
+        "our names of columns), a list of them, or None; or the Hub id of a known dataset that the "
+        "source is a copy of.",
+    )
+
+    @property
+    def normaliser_file(self) -> str:
+        """The file whose content decides what the normaliser does, or an empty text."""
+        spec = self.normaliser or ""
+        return function_file(spec) if names_function(spec) else ""
 
 
 def parse_source(text: str) -> dict[str, object]:
     """Split `path` or `path=weight`, the short form of a source.
 
-    Only a number after the last `=` is a weight, so that a path may hold an equals sign.
+    Only a number after the last `=` is a weight, so that a path may hold an equals sign; behind
+    the ? of an address it is part of the address.
     """
+    if "://" in text and "?" in text:
+        return {"path": text}
     path, equals, weight = text.rpartition("=")
     if not equals:
         return {"path": text}

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_app.config.functions import function_file, names_function
 from rlhf_app.config.section import Location, Section
 from rlhf_app.url_secrets import without_secrets
 
@@ -26,8 +27,6 @@ RewardKind = Literal["model", "classifier", "function", "http"]
 ClassifierInput = Literal["auto", "template", "pair", "text"]
 
 _KINDS: tuple[RewardKind, ...] = ("model", "classifier", "function", "http")
-_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-_FUNCTION = re.compile(rf"({_DOTTED}|.+\.py):{_DOTTED}")
 _NAME = re.compile(r"[A-Za-z]\w*")
 # Metrics that are called reward_... already.
 _TAKEN_NAMES = frozenset({"std", "length_correlation"})
@@ -99,17 +98,8 @@ class RewardSource(Section):
 
     @property
     def local_path(self) -> str:
-        """The file or directory (or Hub id) whose content gives the scores, or an empty text.
-
-        A module has a file of its own where it lies in the current directory.
-        """
-        if self.function is None:
-            return self.classifier or ""
-        module = self.function.rpartition(":")[0]
-        if module.endswith(".py"):
-            return module
-        file = Path(*module.split(".")).with_suffix(".py")
-        return str(file) if file.is_file() else ""
+        """The file or directory (or Hub id) whose content gives the scores, or an empty text."""
+        return function_file(self.function) if self.function else self.classifier or ""
 
     @property
     def shown(self) -> str:
@@ -130,7 +120,7 @@ class RewardSource(Section):
         for field, kind in only.items():
             if self.kind != kind and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field} is a setting of {kind} sources, not of {self.kind}")
-        if self.function is not None and _FUNCTION.fullmatch(self.function) is None:
+        if self.function is not None and not names_function(self.function):
             raise ValueError(
                 f"function {self.function}: expected module:function or file.py:function"
             )
@@ -189,7 +179,7 @@ def parse_reward_source(text: str) -> dict[str, object]:
         raise ValueError(f"expected {_FORMS}")
     if spec == "model":
         return {"model": True, **values}
-    if _FUNCTION.fullmatch(spec):
+    if names_function(spec):
         return {"function": spec, **values}
     if ":" in spec:
         raise ValueError(f"{spec}: expected {_FORMS}")

@@ -26,8 +26,9 @@ def clean_path(value: object) -> object:
             raise ValueError("expected a path or name, not an empty one")
         if "\0" in value:
             raise ValueError("expected a path or name without a null character")
-        if len(value.encode(errors="replace")) > _LONGEST_PATH or any(
-            len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/")
+        if "://" not in value and (
+            len(value.encode(errors="replace")) > _LONGEST_PATH
+            or any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/"))
         ):
             raise ValueError("too long for the name of a file")
     if isinstance(value, str) and (value == "~" or value.startswith("~/")):
