@@ -147,6 +147,15 @@ INPUTS = [
     (["data.reward=[nope.parquet]"], "--reward-data nope.parquet: no such file"),
     (["data.ppo=[nope.json.gz]"], "--ppo-data nope.json.gz: no such file"),
     (["data.eval=[plain-dir/e]"], "--eval-data plain-dir/e: no such file"),
+    (["data.sources=['*.jsonl.zst']"], "--data *.jsonl.zst: no file matches the pattern"),
+    (
+        ["data.sources=[{path: 's3://bucket/a.jsonl', normaliser: 'nope.py:f'}]"],
+        "data normaliser nope.py:f: no file nope.py",
+    ),
+    (
+        ["data.sources=[{path: 's3://bucket/a.jsonl', normaliser: nonsense}]"],
+        "data normaliser nonsense: expected module:function",
+    ),
     (["data.sources=[]", "data.sft=[pairs.jsonl]"], "reward has no data: name some with --data"),
     (["data.split=0,4,4"], "data.split gives sft no rows"),
     (

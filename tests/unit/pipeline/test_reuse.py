@@ -123,6 +123,43 @@ def test_changed_data(configure: Callable[..., RunConfig], data_file: Path) -> N
         actions(configure(), run, manifest)
 
 
+def test_changed_files_of_a_pattern(configure: Callable[..., RunConfig], data_file: Path) -> None:
+    run = RunDirectory(Path("out"))
+    config = configure("data.sources=['p*.jsonl']")
+    manifest = finish(config, run, STAGES)
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    # Another pattern for the same files is the same data.
+    assert actions(configure("data.sources=['pair?.jsonl']"), run, manifest) == ["reuse"] * 3
+    data_file.with_name("part.jsonl").write_text('{"prompt": "new"}\n')
+    with pytest.raises(ConfigError, match=r"data\.sources\[0\] \w{12} -> \w{12}"):
+        actions(config, run, manifest)
+
+
+@pytest.mark.parametrize("module", ["rows.py", "rows"])
+def test_an_edited_normaliser_makes_stages_stale(
+    configure: Callable[..., RunConfig], module: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    Path("rows.py").write_text("def record(row): return row")
+    config = configure(f"data.sources=[{{path: pairs.jsonl, normaliser: '{module}:record'}}]")
+    manifest = finish(config, run, STAGES)
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    Path("rows.py").write_text("def record(row): return None")
+    changed = r"out/sft is finished.*sources\[0\]\.normaliser \w{12} -> \w{12}"
+    with pytest.raises(ConfigError, match=changed):
+        actions(config, run, manifest)
+
+
+def test_another_signature_of_an_address_is_no_change(configure: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = finish(configure("data.sources=['https://h/a.jsonl?sig=secret1']"), run, STAGES)
+    assert "secret1" not in run.manifest.read_text()
+    other = configure("data.sources=['https://h/a.jsonl?sig=secret2']")
+    assert actions(other, run, manifest) == ["reuse"] * 3
+    with pytest.raises(ConfigError, match=r"data\.sources"):
+        actions(configure("data.sources=['https://h/b.jsonl?sig=secret1']"), run, manifest)
+
+
 def test_an_edited_gold_scorer_concerns_ppo_alone(configure: Callable[..., RunConfig]) -> None:
     run = RunDirectory(Path("out"))
     Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
@@ -271,6 +308,22 @@ def test_inputs_in_a_directory_that_is_emptied_are_refused(
             config, run, decide(config, run, Manifest(run.manifest, {}), force=True)
         )
     assert str(caught.value).startswith(f"{flag}: lies in out/")
+
+
+@pytest.mark.parametrize(
+    "source", ["{path: 'out/sft/*.jsonl'}", "{path: pairs.jsonl, normaliser: 'out/sft/r.py:f'}"]
+)
+def test_patterns_and_normalisers_in_a_directory_that_is_emptied(
+    configure: Callable[..., RunConfig], source: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    Path("out/sft").mkdir(parents=True)
+    Path("out/sft/a.jsonl").write_text("{}")
+    Path("out/sft/r.py").write_text("")
+    config = configure(f"data.sources=[{source}]")
+    decisions = decide(config, run, Manifest(run.manifest, {}), force=True)
+    with pytest.raises(ConfigError, match=r"--data out/sft/.*: lies in out/sft"):
+        check_nothing_needed_is_removed(config, run, decisions)
 
 
 def test_inputs_of_a_stage_that_stays_are_fine(configure: Callable[..., RunConfig]) -> None:
