@@ -26,6 +26,10 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "bert"} | labels))
     (tmp_path / "ours" / "reward_config.json").write_text("{}")
+    (tmp_path / "empty.jinja").write_text(" ")
+    (tmp_path / "bad.jinja").write_text("{{ messages }}\n{% if %}")
+    marks = "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}"
+    (tmp_path / "good.jinja").write_text(marks + "{% endfor %}")
     (tmp_path / "score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
 
 
@@ -181,6 +185,9 @@ INPUTS = [
         ],
         "ppo.ptx_coef 2 needs text: name some with ppo.ptx_data or --sft-data",
     ),
+    (["data.chat_template=nope.jinja"], "data.chat_template nope.jinja: no such file"),
+    (["data.chat_template=empty.jinja"], "data.chat_template empty.jinja: is empty"),
+    (["data.chat_template=bad.jinja"], "data.chat_template bad.jinja: line 2: "),
     (["stages=[ppo]"], "PPO needs a reward model"),
     (["ppo.keep_best=gold", "ppo.eval_every=1"], "ppo.keep_best = gold: there is no gold scorer"),
 ]
@@ -206,6 +213,7 @@ def test_bad_inputs(model_dir: Path, data_file: Path, sets: list[str], message: 
         ["data.split=0,4,4", "data.sft=[pairs.jsonl]"],
         ["data.split=0,4,4", "stages=[reward, ppo]"],
         ["data.split=shared"],
+        ["data.chat_template=good.jinja"],
         ["ppo.keep_best=gold", "ppo.eval_every=1", "gold.scorer=score.py:good"],
         ["ppo.keep_best=gold", "ppo.eval_every=1", "stages=[sft]"],
         ["stages=[ppo]", "model.reward=some/reward-model"],

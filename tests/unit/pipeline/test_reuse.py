@@ -204,6 +204,33 @@ def test_changed_rewards_make_ppo_stale_but_not_a_new_password(
             actions(configure(f"ppo.rewards={change}"), run, manifest)
 
 
+def test_an_edited_chat_template_makes_every_stage_stale_but_not_a_moved_one(
+    configure: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages }}")
+    config = configure("data.chat_template=mine.jinja")
+    run = RunDirectory(tmp_path / "out")
+    manifest = finish(config, run, STAGES)
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    file.rename(tmp_path / "other.jinja")
+    moved = configure("data.chat_template=other.jinja")
+    assert actions(moved, run, manifest) == ["reuse"] * 3
+    (tmp_path / "other.jinja").write_text("{{ messages[0] }}")
+    with pytest.raises(ConfigError, match=r"would change: data\.chat_template \w{12} -> \w{12}"):
+        decide(moved, run, manifest, force=False)
+    with pytest.raises(ConfigError, match=r"would change: data\.chat_template \w{12} -> absent"):
+        decide(configure(), run, manifest, force=False)
+
+
+def test_a_truncation_policy_concerns_its_stage_alone(
+    configure: Callable[..., RunConfig],
+) -> None:
+    plain, other = configure(), configure("data.truncation.reward=left")
+    stale = [s for s in STAGES if stage_settings(plain, s) != stage_settings(other, s)]
+    assert stale == ["reward"]
+
+
 def test_moved_data_is_the_same_data(configure: Callable[..., RunConfig], data_file: Path) -> None:
     run = RunDirectory(Path("out"))
     manifest = finish(configure(), run, STAGES)
