@@ -134,6 +134,21 @@ def test_the_first_token_is_never_a_target():
     assert batch.mask_BT.tolist() == [[False, True, True]]
 
 
+def test_every_assistant_turn_carries_loss_as_in_transformers(model):
+    """Labels of transformers' own loss, -100 outside of both turns."""
+    row = SequenceExample("u", [1, 7, 8, EOS, 9, 10, 11, EOS], 6, False, earlier=((2, 4),))
+    other = example([1, 4, 5, EOS], 2)
+    batch = batch_of([row, other], "assistant_turns")
+    assert batch.mask_BT[0].tolist() == [i in (2, 3, 6, 7) for i in range(8)]
+    assert target_tokens(row, "assistant_turns") == 4
+    assert target_tokens(row, "response") == 2
+    ids = torch.tensor([row.input_ids])
+    labels = torch.where(batch.mask_BT[:1], ids, -100)
+    expected = 4 * model(input_ids=ids, labels=labels).loss + hf_loss(model, other)
+    loss, _ = cross_entropy(model, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_a_filler_batch_has_no_loss_but_gradients_of_zero(model):
     batch = batch_of([])
     assert not batch.mask_BT.any()
