@@ -1,4 +1,4 @@
-"""What users reported of whole runs, each as a test: no usable row, and a reward that is constant.
+"""What users reported of whole runs, each as a test: rows, a constant reward, the unit of the KL.
 
 The stages run in this process.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start(tiny_lm, tmp_path):
-    """Runs a stage here; returns result.json."""
+    """Runs a stage here; returns result.json, with the metrics records."""
 
     def run(stage, rows, data=None, **settings):
         source = tmp_path / "rows.jsonl"
@@ -34,7 +34,9 @@ def start(tiny_lm, tmp_path):
             stage: settings,
         }  # fmt: skip
         importlib.import_module(f"stages.{stage}.train").main(RunConfig(**values), out)
-        return json.loads(out.result(stage).read_text())
+        lines = out.metrics(stage).read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return {**json.loads(out.result(stage).read_text()), "metrics": records}
 
     return run
 
@@ -80,3 +82,27 @@ def test_complaint_dse586_dsc12_a_constant_reward_is_told(start, tmp_path):
     (warning,) = [w for w in result["warnings"] if w["kind"] == "reward_std"]
     assert warning["update"] <= 4
     assert "\n" not in warning["text"]
+
+
+def test_complaint_the_adaptive_kl_of_a_run_is_fed_nats_per_answer(start, tmp_path):
+    """A mean per token of answers of 16 lies below a target that the answers' KL exceeds: the
+    coefficient would fall where it must rise."""
+    scorer = tmp_path / "early.py"
+    scorer.write_text(
+        "def score(prompts, responses):\n    return [sum(c < 'n' for c in r) for r in responses]\n"
+    )
+    rows = [{"prompt": f"{i:02d} "} for i in range(24)]
+    target = 1.0
+    run = start(
+        "ppo", rows, rewards=[{"function": f"{scorer}:score"}], updates=4, rollout_batch_size=8,
+        micro_batch_size=8, max_prompt_length=8, max_response_length=16, eval_prompts=2,
+        stop_at_eos=False, ppo_epochs=4,
+        actor={"learning_rate": 3e-2, "lr_schedule": "constant", "warmup_ratio": 0.0},
+        kl_controller="adaptive", kl_target=target, kl_horizon=16,
+    )  # fmt: skip
+    records = [record for record in run["metrics"] if record["kind"] == "train"]
+    coef = [record["kl_coef"] for record in records]
+    assert coef[:2] == pytest.approx([0.1, 0.1 * 0.9])  # no KL at first: down by .2 x 8/16
+    assert records[2]["answer_length"] == 16
+    assert 1.2 * target < records[2]["kl_per_answer"] < 0.8 * 16 * target
+    assert coef[3] == pytest.approx(1.1 * coef[2])

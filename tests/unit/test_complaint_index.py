@@ -71,7 +71,7 @@ SUBJECTS = {
     "units of the adaptive KL": [
         f"{PPO}/test_complaint_steps_and_scaling.py::test_complaint_adaptive_kl_counts_nats_per_answer",
         f"{PPO}/test_estimate.py::test_the_reported_kl_is_summed_over_tokens_and_averaged_over_answers_of_all_ranks",
-        "integration/test_ppo_estimators.py::test_two_ranks_with_split_weights_learn_as_one_process",
+        "integration/test_complaint_runs.py::test_complaint_the_adaptive_kl_of_a_run_is_fed_nats_per_answer",
     ],
     "whitening over ranks": [
         "integration/test_ppo.py::test_complaint_peers7_ranks_and_zero_stages_agree_with_one_process",
