@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from logging import Logger
 
 SAMPLES_PER_REASON = 3
+OVER_CAP = "beyond the source's max_rows"
 
 
 def log_dropped(log: Logger, dropped: Mapping[str, int]) -> None:
@@ -29,6 +30,7 @@ class SourceCounts:
         records: records made. At least `usable` (a reply tree gives several).
         notes: remark -> rows that were used, but not all of what they hold.
         samples: reason -> where the first such rows are, and what is wrong with them.
+        over_cap: records beyond the source's max_rows, left out.
     """
 
     path: str
@@ -38,6 +40,7 @@ class SourceCounts:
     records: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[str]] = field(default_factory=dict)
+    over_cap: int = 0
 
     @property
     def usable(self) -> int:
@@ -88,5 +91,6 @@ class DataCounts:
         total: Counter[str] = Counter()
         for source in self.sources:
             total.update(source.unusable)
+            total[OVER_CAP] += source.over_cap
         total.update(self.stages[stage].dropped)
-        return dict(total.most_common())
+        return dict((+total).most_common())

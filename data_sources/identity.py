@@ -36,8 +36,17 @@ def content_uid(record: Record) -> str:
     )
 
 
+def _caseless(text: str) -> str:
+    """Folds case.
+
+    A few letters fold into letter and accents (Greek iota with dialytika and tonos), their capitals
+    into less: composed in between, both fold alike.
+    """
+    return unicodedata.normalize("NFKC", text.casefold()).casefold()
+
+
 def prompt_key(messages: Sequence[Message]) -> str:
-    """Returns what decides where a prompt goes: its turns without case and spacing.
+    """Returns what decides where a prompt goes: its turns without case, spacing and Unicode forms.
 
     A prompt given as one string with `\\n\\nHuman:` turns, or rendered that way by an earlier
     stage, has the same key as the same prompt given as messages: it lands in the same split.
@@ -47,7 +56,7 @@ def prompt_key(messages: Sequence[Message]) -> str:
         parsed = parse_turns(messages[0].content)
         turns = parsed if parsed is not None else messages
     flat = [
-        [m.role, _SPACE.sub(" ", unicodedata.normalize("NFKC", m.content)).strip().casefold()]
+        [m.role, _caseless(_SPACE.sub(" ", unicodedata.normalize("NFKC", m.content)).strip())]
         for m in turns
         if m.content.strip()
     ]

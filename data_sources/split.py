@@ -8,7 +8,7 @@ same for every stage: no stage trains on a prompt that another stage evaluates o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from data_sources.identity import unit_hash
 from rlhf_app.config.schema import STAGES, StageName
@@ -21,6 +21,36 @@ def stage_shares(
     weights = {name: w for name, w in zip(STAGES, split, strict=True) if name in stages and w > 0}
     total = sum(weights.values())
     return {name: w / total for name, w in weights.items()}
+
+
+def restricted_shares(
+    split: tuple[float, float, float], stages: Sequence[StageName], allowed: Sequence[StageName]
+) -> dict[StageName, float]:
+    """Returns the shares of a source that may go to some stages only.
+
+    Args:
+        split: weights of all stages.
+        stages: those that take part.
+        allowed: those that the source names; where their weights are all 0 they share equally.
+    """
+    both = [name for name in stages if name in allowed]
+    return stage_shares(split, both) or dict.fromkeys(both, 1 / len(both) if both else 0.0)
+
+
+def home(claims: Collection[StageName], key: str, shares: Mapping[StageName, float]) -> StageName:
+    """Returns the one stage of a prompt that sources would send to several.
+
+    It is the stage that the prompt has without restrictions, if a source sends it there: rows of
+    unrestricted sources therefore never move. Else the first of the claims in the order of stages.
+
+    Args:
+        claims: stages that the sources with this prompt send it to, at least one.
+        key: of the prompt.
+        shares: of the split without restrictions.
+    """
+    if shares and (usual := stage_of(key, shares)) in claims:
+        return usual
+    return min(claims, key=STAGES.index)
 
 
 def stage_of(key: str, shares: Mapping[StageName, float]) -> StageName:

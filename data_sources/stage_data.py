@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from data_sources.blend import Weighted, copies, in_order
+from data_sources.blend import (
+    MOST_REPEATS,
+    Weighted,
+    copies,
+    in_order,
+    most_rows,
+    take_rates,
+)
 from data_sources.counts import DataCounts, SourceCounts, StageCounts
 from data_sources.identity import prompt_key
 from data_sources.load import load_source
 from data_sources.records import Record
-from data_sources.split import held_out, stage_of, stage_shares
+from data_sources.split import held_out, home, restricted_shares, stage_of, stage_shares
 from rlhf_app.config.schema import STAGES, RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 
@@ -29,6 +36,7 @@ UNSUITABLE: dict[StageName, str] = {
     "reward": "no pair of answers (reward)",
     "ppo": "no prompt (ppo)",
 }
+ELSEWHERE = "prompt belongs to another stage, which other sources have it for"
 IN_EVALUATION = "prompt is in the evaluation data"
 WEIGHTED_OUT = "left out by the source's weight"
 REPEATED = "repeated in the evaluation data"
@@ -86,7 +94,7 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
 
     mine = items if own else _split(config, stage, items, counts)
     part = counts.stages.setdefault(stage, StageCounts())
-    part.candidates = len(mine) + len(given_eval)
+    part.candidates = len(mine) + part.dropped[ELSEWHERE] + len(given_eval)
     suitable = _suitable(mine, stage, part.dropped)
     if data.eval:
         evaluation = _suitable(given_eval, stage, part.dropped)
@@ -99,7 +107,7 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
         evaluation = [item for item in suitable if item.key in reserved]
 
     result = StageData(
-        _blended(training, config.seed, part),
+        _blended(training, config, part),
         _evaluated(evaluation, stage, config, part),
         counts,
     )
@@ -139,7 +147,7 @@ def load_text(config: RunConfig, read: Reader | None = None) -> tuple[list[Recor
         reserved = {item.key for item in items if held_out(item.key, config.data.eval_fraction)}
     kept = [item for item in items if item.key not in reserved]
     part.dropped[IN_EVALUATION] += len(items) - len(kept)
-    records = _blended(kept, config.seed, part)
+    records = _blended(kept, config, part)
     if not records:
         raise ConfigError("ppo.ptx_data: no row is left that is not held out: name more of them")
     return records, +part.dropped
@@ -159,11 +167,24 @@ def _read(
     read: Reader, sources: Sequence[SourceConfig], counts: DataCounts, *, evaluation: bool
 ) -> list[Weighted]:
     items: list[Weighted] = []
-    for source in sources:
+    for place, source in enumerate(sources):
         records, source_counts = read(source, evaluation)
+        kept = most_rows(records, source.max_rows)
+        source_counts.over_cap = len(records) - len(kept)
         counts.sources.append(source_counts)
-        items += [Weighted(r, prompt_key(r.messages), source.weight) for r in records]
+        if source.prompts_only:
+            kept = [_prompt_of(record) for record in kept]
+        items += [
+            Weighted(r, prompt_key(r.messages), source.weight, place, source.only_stages)
+            for r in kept
+        ]
     return items
+
+
+def _prompt_of(record: Record) -> Record:
+    """The record without its answers; it keeps its uid, and with it its place in the order."""
+    ids = record.ids and replace(record.ids, response=(), chosen=(), rejected=())
+    return replace(record, response=None, chosen=None, rejected=None, margin=None, ids=ids)
 
 
 def _split(
@@ -172,22 +193,33 @@ def _split(
     """Returns the stage's part, and counts everyone's."""
     sharing = [s for s in config.stages if not own_sources(config, s)] or [stage]
     if config.data.split == "shared":
-        for name in sharing:
-            counts.stages[name] = StageCounts(candidates=len(items))
-        return items
+        parts = {
+            name: [item for item in items if not item.stages or name in item.stages]
+            for name in sharing
+        }
+        for name, part in parts.items():
+            counts.stages[name] = StageCounts(candidates=len(part))
+        return parts[stage]
     shares = stage_shares(config.data.split, sharing)
-    if stage not in shares:
+    if stage not in shares and not any(stage in item.stages for item in items):
         numbers = ",".join(f"{share:g}" for share in config.data.split)
         raise ConfigError(
             f"stage {stage} has share 0 in --data-split {numbers}; give it a share or "
             f"--{stage}-data, or leave it out with --stages"
         )
-    parts: dict[StageName, list[Weighted]] = {name: [] for name in shares}
+    parts = {name: [] for name in sharing}
+    claims: dict[str, set[StageName]] = {}
     for item in items:
-        parts[stage_of(item.key, shares)].append(item)
+        own = restricted_shares(config.data.split, sharing, item.stages) if item.stages else shares
+        if own:
+            claim = stage_of(item.key, own)
+            parts[claim].append(item)
+            claims.setdefault(item.key, set()).add(claim)
     for name, part in parts.items():
         counts.stages[name] = StageCounts(candidates=len(part))
-    return parts[stage]
+    mine = [item for item in parts[stage] if home(claims[item.key], item.key, shares) == stage]
+    counts.stages[stage].dropped[ELSEWHERE] = len(parts[stage]) - len(mine)
+    return mine
 
 
 def _suitable(items: list[Weighted], stage: StageName, dropped: Counter[str]) -> list[Weighted]:
@@ -204,10 +236,22 @@ def _suits(record: Record, stage: StageName) -> bool:
     return True
 
 
-def _blended(items: list[Weighted], seed: int, part: StageCounts) -> list[Record]:
+def _blended(items: list[Weighted], config: RunConfig, part: StageCounts) -> list[Record]:
     taken: list[tuple[Record, int]] = []
+    seed, blend = config.seed, config.data.blend
+    weights = {item.source: item.weight for item in items}
+    rows = Counter(item.source for item in items)
+    rates = take_rates(
+        list(weights.values()), [rows[i] for i in weights], blend.temperature, blend.exhaustion
+    )
+    rate_of = dict(zip(weights, rates, strict=True))
+    if blend.exhaustion == "all_exhausted" and max(rates, default=0) > MOST_REPEATS:
+        raise ConfigError(
+            f"data.blend.exhaustion = all_exhausted would repeat rows {max(rates):.0f} times; "
+            "give the sources more equal weights, or cap the large one with max_rows"
+        )
     for item in items:
-        number = copies(item, seed)
+        number = copies(replace(item, weight=rate_of[item.source]), seed)
         part.dropped[WEIGHTED_OUT] += number == 0
         part.repeated += max(number - 1, 0)
         taken += [(item.record, copy) for copy in range(number)]

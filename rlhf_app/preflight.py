@@ -131,6 +131,11 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         if not own and not config.data.sources:
             raise ConfigError(f"{stage} has no data: name some with --data or --{stage}-data")
         _check_share(config, stage)
+    for source in config.ppo.ptx_data:
+        if source.only_stages:
+            raise ConfigError(
+                f"ppo.ptx_data {source.path}: stages and prompts_only belong to data.sources"
+            )
     _check_text(config)
     for flag, sources in (
         ("--data", config.data.sources),
@@ -205,11 +210,18 @@ def _check_source(flag: str, source: SourceConfig) -> None:
 
 
 def _check_share(config: RunConfig, stage: StageName) -> None:
-    """A stage that lives on the split must have a share in it."""
-    if getattr(config.data, stage) or config.data.split == "shared":
+    """A stage that lives on the split must have a share in it, and a source that goes to it."""
+    if getattr(config.data, stage):
+        return
+    if not any(stage in (s.only_stages or (stage,)) for s in config.data.sources):
+        raise ConfigError(
+            f"data.sources: none of them goes to {stage}, all have other stages or are prompts "
+            f"only; name rows of its own with --{stage}-data, or leave it out with --stages"
+        )
+    if config.data.split == "shared":
         return
     share = config.data.split[("sft", "reward", "ppo").index(stage)]
-    if share == 0:
+    if share == 0 and not any(stage in source.only_stages for source in config.data.sources):
         raise ConfigError(
             f"data.split gives {stage} no rows: leave it out with --stages, give it a share "
             f"with --data-split, or name its own rows with --{stage}-data"

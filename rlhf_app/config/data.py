@@ -49,12 +49,35 @@ class SourceConfig(Section):
         description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
         "rejected, messages, system, input, margin. Nested columns by dots: question.text.",
     )
+    max_rows: int | None = Field(
+        None, ge=1, description="At most this many records, drawn by their content."
+    )
+    stages: tuple[Literal["sft", "reward", "ppo"], ...] = Field(
+        (), description="Of data.sources: the only stages that it is split over; unset: all."
+    )
+    prompts_only: bool = Field(
+        False, description="Of data.sources: its answers are left out; it goes to PPO alone."
+    )
     normaliser: str | None = Field(
         None,
         description="module:function or file.py:function from a row (dict) to a record (dict with "
         "our names of columns), a list of them, or None; or the Hub id of a known dataset that the "
         "source is a copy of.",
     )
+
+    @model_validator(mode="after")
+    def _prompts_are_for_ppo(self) -> SourceConfig:
+        if self.prompts_only and self.stages not in ((), ("ppo",)):
+            raise ValueError(
+                f"{self.path}: prompts_only rows have no answers, which only ppo can use; leave "
+                "out stages or prompts_only"
+            )
+        return self
+
+    @property
+    def only_stages(self) -> tuple[Literal["sft", "reward", "ppo"], ...]:
+        """The only stages that it may go to; empty: any."""
+        return ("ppo",) if self.prompts_only else self.stages
 
     @property
     def normaliser_file(self) -> str:
@@ -91,6 +114,23 @@ def _expand_sources(value: object) -> object:
 Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_expand_sources)]
 
 
+class BlendConfig(Section):
+    """How often the rows of each source come in one pass over the data of a stage."""
+
+    temperature: float = Field(
+        1.0,
+        ge=0.2,
+        description="Shares of the sources are as weight * rows^(1/temperature): above 1 small "
+        "sources have more than their size.",
+    )
+    exhaustion: Literal["weights", "first_exhausted", "all_exhausted", "once"] = Field(
+        "weights",
+        description="Length of a pass. weights: as many rows as the weights ask for. "
+        "first_exhausted: no row twice, until a source runs out. all_exhausted: until every row "
+        "was seen, rows of the others repeated. once: each row once, without regard to shares.",
+    )
+
+
 class DataConfig(Section):
     """What is trained and evaluated on, and how text becomes tokens."""
 
@@ -107,6 +147,9 @@ class DataConfig(Section):
         (2.0, 4.0, 4.0),
         description="Shares of SFT, reward and PPO by prompt hash; shared gives every row to "
         "every stage.",
+    )
+    blend: BlendConfig = Field(
+        default_factory=BlendConfig, description="Shares of the sources in training."
     )
     eval_fraction: float = Field(
         0.05, ge=0, lt=1, description="Share of prompts held out when data.eval is unset."
@@ -139,6 +182,26 @@ class DataConfig(Section):
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
     )
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> DataConfig:
+        for name in ("sft", "reward", "ppo", "eval"):
+            for source in getattr(self, name):
+                if source.only_stages:
+                    raise ValueError(
+                        f"data.{name}: stages and prompts_only belong to data.sources, which are "
+                        f"split; {source.path} is not"
+                    )
+        weighted = [
+            s.path for s in (*self.sources, *self.sft, *self.reward, *self.ppo) if s.weight != 1
+        ]
+        if self.blend.exhaustion == "once" and (weighted or self.blend.temperature != 1):
+            what = f"the weight of {weighted[0]}" if weighted else "data.blend.temperature"
+            raise ValueError(
+                f"data.blend.exhaustion = once takes each row once, so that {what} has no effect; "
+                "leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _formats_agree(self) -> DataConfig:
