@@ -21,6 +21,7 @@ from data_sources.json_rows import json_document, json_lines
 from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
 from data_sources.remote import RemoteFile
 from rlhf_app.errors import ConfigError
+from rlhf_app.url_secrets import without_secrets
 
 
 def suffix_of(path: DataFile) -> str:
@@ -54,6 +55,7 @@ def read_file(path: Path | RemoteFile) -> Rows:
     except (OSError, EOFError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         beyond = f" beyond row {number}: copy or download it again" if number else ""
+        reason = without_secrets(reason)
         raise ConfigError(f"{path} cannot be read{beyond}: {reason}") from error
 
 

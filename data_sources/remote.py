@@ -1,4 +1,4 @@
-"""Files at addresses such as s3://bucket/data/*.jsonl, through fsspec.
+"""Files at addresses such as s3://bucket/data/*.jsonl, through fsspec, and on the web.
 
 Credentials and endpoints come from where the file system looks for them: its environment
 variables, its own files, or fsspec's configuration (~/.config/fsspec).
@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
+from data_sources.web import WebFiles
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
@@ -23,7 +24,7 @@ class RemoteFile:
     """One file; printed without the secrets of its address.
 
     Attributes:
-        files: the fsspec file system.
+        files: the fsspec file system, or `WebFiles`.
         path: the file's path in it.
         address: the file as it is shown.
     """
@@ -79,10 +80,11 @@ def remote_files(url: str) -> RemoteFiles:
     import fsspec
 
     shown = without_secrets(url)
+    if url.startswith(_WEB):  # no directories, and ? is part of the address
+        file = RemoteFile(WebFiles(), url, shown)
+        return RemoteFiles({PurePosixPath(file.name): file}, is_file=True)
     try:
         fs, path = fsspec.core.url_to_fs(url)
-        if url.startswith(_WEB):  # no directories, and ? is part of the address
-            return RemoteFiles({PurePosixPath(path): RemoteFile(fs, path, shown)}, is_file=True)
         if re.search(r"[*?[]", path):
             found, base = fs.glob(path), re.split(r"[*?[]", path)[0].rpartition("/")[0]
             found = [each for each in found if not fs.isdir(each)]

@@ -4,6 +4,8 @@ import gzip
 import json
 import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import fsspec
@@ -190,6 +192,72 @@ def test_addresses_that_give_nothing_are_one_line_errors(bucket, url, words):
         list(read_source(url))
     assert url in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A web server whose files are asked for with a signature; one breaks off in the middle."""
+    files = {
+        "/a.jsonl": lines(ROWS),
+        "/b.parquet": pq_bytes(tmp_path),
+        "/broken.jsonl": lines(ROWS),
+    }
+
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            path, _, query = self.path.partition("?")
+            if path == "/private.jsonl":
+                self.send_response(302)
+                self.send_header("Location", "/a.jsonl?sig=a*b[c]")
+                self.end_headers()
+                seen.append(self.headers["Authorization"])
+                return
+            seen.append(self.headers["Authorization"])
+            if path not in files or query != "sig=a*b[c]":
+                self.send_error(404)
+                return
+            data = files[path]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data) + 10 * (path == "/broken.jsonl")))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", seen
+    server.shutdown()
+    server.server_close()
+
+
+def pq_bytes(directory):
+    datasets.Dataset.from_list(ROWS).to_parquet(directory / "b.parquet")
+    return (directory / "b.parquet").read_bytes()
+
+
+def test_web_addresses_are_files_whatever_is_in_their_query(web):
+    web, _ = web
+    for name in ("a.jsonl", "b.parquet"):
+        assert numbers(read_source(f"{web}/{name}?sig=a*b[c]")) == [0, 1, 2, 3, 4, 5]
+    for name, reason in (("none.jsonl", "cannot be read"), ("broken.jsonl", "cannot be read")):
+        with pytest.raises(ConfigError, match=rf"{name}\?\*\*\* {reason}") as caught:
+            list(read_source(f"{web}/{name}?sig=a*b[c]"))
+        assert "a*b" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_login_is_for_the_host_that_it_was_given_for(web):
+    web, seen = web
+    address = web.replace("http://", "http://us%65r:pass@") + "/private.jsonl"
+    assert numbers(read_source(address)) == [0, 1, 2, 3, 4, 5]
+    assert seen == ["Basic dXNlcjpwYXNz", None]  # base64 of user:pass
 
 
 def test_secrets_of_an_address_are_not_shown():
