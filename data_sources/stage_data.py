@@ -209,14 +209,18 @@ def _split(
         )
     parts = {name: [] for name in sharing}
     claims: dict[str, set[StageName]] = {}
+    restricted = any(item.stages for item in items)
     for item in items:
         own = restricted_shares(config.data.split, sharing, item.stages) if item.stages else shares
         if own:
             claim = stage_of(item.key, own)
             parts[claim].append(item)
-            claims.setdefault(item.key, set()).add(claim)
+            if restricted:
+                claims.setdefault(item.key, set()).add(claim)
     for name, part in parts.items():
         counts.stages[name] = StageCounts(candidates=len(part))
+    if not restricted:
+        return parts[stage]
     mine = [item for item in parts[stage] if home(claims[item.key], item.key, shares) == stage]
     counts.stages[stage].dropped[ELSEWHERE] = len(parts[stage]) - len(mine)
     return mine
@@ -251,7 +255,8 @@ def _blended(items: list[Weighted], config: RunConfig, part: StageCounts) -> lis
             "give the sources more equal weights, or cap the large one with max_rows"
         )
     for item in items:
-        number = copies(replace(item, weight=rate_of[item.source]), seed)
+        rate = rate_of[item.source]
+        number = copies(item if rate == item.weight else replace(item, weight=rate), seed)
         part.dropped[WEIGHTED_OUT] += number == 0
         part.repeated += max(number - 1, 0)
         taken += [(item.record, copy) for copy in range(number)]
