@@ -28,9 +28,8 @@ class SourceCounts:
         read: rows found, unreadable ones included.
         unusable: reason -> rows that gave no record.
         records: records made. At least `usable` (a reply tree gives several).
-        notes: remark -> rows that were used, but not all of what they hold.
+        notes: remark -> rows that were used, but not all of what they hold; records beyond a cap.
         samples: reason -> where the first such rows are, and what is wrong with them.
-        over_cap: records beyond the source's max_rows, left out.
     """
 
     path: str
@@ -40,7 +39,6 @@ class SourceCounts:
     records: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[str]] = field(default_factory=dict)
-    over_cap: int = 0
 
     @property
     def usable(self) -> int:
@@ -91,6 +89,6 @@ class DataCounts:
         total: Counter[str] = Counter()
         for source in self.sources:
             total.update(source.unusable)
-            total[OVER_CAP] += source.over_cap
+            total[OVER_CAP] += source.notes[OVER_CAP]
         total.update(self.stages[stage].dropped)
         return dict((+total).most_common())

@@ -20,7 +20,7 @@ from data_sources.blend import (
     most_rows,
     take_rates,
 )
-from data_sources.counts import DataCounts, SourceCounts, StageCounts
+from data_sources.counts import OVER_CAP, DataCounts, SourceCounts, StageCounts
 from data_sources.identity import prompt_key
 from data_sources.load import load_source
 from data_sources.records import Record
@@ -170,7 +170,8 @@ def _read(
     for place, source in enumerate(sources):
         records, source_counts = read(source, evaluation)
         kept = most_rows(records, source.max_rows)
-        source_counts.over_cap = len(records) - len(kept)
+        if len(records) > len(kept):
+            source_counts.notes[OVER_CAP] = len(records) - len(kept)
         counts.sources.append(source_counts)
         if source.prompts_only:
             kept = [_prompt_of(record) for record in kept]
