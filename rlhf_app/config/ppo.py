@@ -237,6 +237,11 @@ class PPOConfig(Section):
                     f"advantage_estimator {name} has no per-token rewards: set whiten_rewards to "
                     "false"
                 )
+        if self.updates is not None and self.critic_warmup_updates >= self.updates:
+            raise ValueError(
+                f"critic_warmup_updates {self.critic_warmup_updates} leaves the actor none of the "
+                f"{self.updates} updates: lower it, or raise updates"
+            )
         if not self.has_critic and self.critic_warmup_updates:
             raise ValueError(
                 f"advantage_estimator {name} has no critic to warm up: set critic_warmup_updates "
@@ -255,5 +260,12 @@ class PPOConfig(Section):
             raise ValueError(
                 "kl_controller adaptive multiplies kl_coef, and 0 stays 0: set kl_coef above 0, "
                 "or kl_controller to fixed"
+            )
+        if self.kl_controller == "adaptive" and self.rollout_batch_size >= 5 * self.kl_horizon:
+            # At most a fifth of answers / horizon comes off kl_coef in one update.
+            raise ValueError(
+                f"kl_controller adaptive with kl_horizon {self.kl_horizon:g} would take kl_coef to "
+                f"0 or below in one update of {self.rollout_batch_size} answers: raise kl_horizon "
+                "(10000 is usual), or lower rollout_batch_size"
             )
         return self

@@ -54,7 +54,8 @@ def estimate_advantages(
     """
     mask_NT, scores_N = scored.mask_NT, scored.scores_N
     in_reward = kl_coef if ppo.kl_penalty == "reward" else 0.0
-    kl_NT = kl_penalty(log_ratio_NT, ppo.kl_estimator, clamp=ppo.kl_clamp)
+    limit = ppo.log_ratio_clamp
+    kl_NT = kl_penalty(log_ratio_NT.clamp(-limit, limit), ppo.kl_estimator, clamp=ppo.kl_clamp)
 
     def groups_of(values_N: torch.Tensor) -> torch.Tensor:
         return gather_groups(

@@ -142,12 +142,19 @@ def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps:
         engine_for,
         dtype=resolve_dtype(config.model.dtype, dist.device),
         micro_batch_size=ppo.micro_batch_size,
-        total_steps=total_optimizer_steps,
         dist=dist,
     )
-    actor = make_engine(parts.actor, ppo.actor, hybrid=config.hybrid_engine)
+    warm_up = ppo.critic_warmup_updates * ppo.ppo_epochs * ppo.mini_batches
+    actor = make_engine(
+        parts.actor,
+        ppo.actor,
+        total_steps=max(1, total_optimizer_steps - warm_up),
+        hybrid=config.hybrid_engine,
+    )
     actor.generator.lora_rollout = ppo.actor.lora.rollout
-    critic = None if parts.critic is None else make_engine(parts.critic, ppo.critic)
+    critic = None
+    if parts.critic is not None:
+        critic = make_engine(parts.critic, ppo.critic, total_steps=total_optimizer_steps)
     stage2 = None
     if parts.reward is not None:
         reward: ScalarHeadModel | RewardView = parts.reward

@@ -30,6 +30,7 @@ from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
 
 TextRow = tuple[list[int], list[tuple[int, int]]]
+EMPTY_TEXT = "empty text"
 # Not the order in which SFT saw its rows.
 _SEED = 40_487
 
@@ -194,7 +195,8 @@ def text_rows(
 
     Args:
         records: with an answer, which carries the loss, or of plain text, all of which does:
-            that is cut into rows of `longest` tokens, an EOS token at the end of the last.
+            that is cut into rows of `longest` tokens, the last one of a row being the first of
+            the next, with an EOS token at the end.
         fmt: chat format of the actor.
         tokenizer: of the actor.
         longest: most tokens of a row.
@@ -219,10 +221,14 @@ def text_rows(
         if len(record.messages) != 1:
             reasons[NO_TARGET] += 1
             continue
+        if not record.messages[0].content.strip():
+            reasons[EMPTY_TEXT] += 1
+            continue
         ids = fmt.prompt_ids([("user", record.messages[0].content)], rendered=True)
         if tokenizer.eos_token_id is not None:
             ids = [*ids, tokenizer.eos_token_id]
-        parts = [ids[at : at + longest] for at in range(0, len(ids), longest)]
-        # The first token of a row is never predicted: a row of one has nothing to learn from.
-        rows += [(part, [(1, len(part))]) for part in parts if len(part) > 1]
+        # The first token of a row is never predicted: each row begins with the last one of the
+        # row before, so that every other token is predicted once.
+        parts = [ids[at : at + longest] for at in range(0, len(ids) - 1, longest - 1)]
+        rows += [(part, [(1, len(part))]) for part in parts]
     return [row for row in rows if row[1]], +reasons

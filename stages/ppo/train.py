@@ -68,6 +68,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     inputs = stage_inputs(config, run, "ppo")
     data = load_stage_data(config, "ppo")
     updates = ppo.updates or one_pass(len(data.train), ppo)
+    if ppo.critic_warmup_updates >= updates:
+        raise ConfigError(
+            f"ppo.critic_warmup_updates = {ppo.critic_warmup_updates} leaves the actor none of the "
+            f"{updates} updates of one pass over the prompts: lower it, or set ppo.updates"
+        )
     clock.lap("data")
     parts = load_parts(config, inputs, dist)
     clock.lap("model")
@@ -197,7 +202,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             latest = evaluations.evaluate(update, models.actor)
             health.evaluation(update, latest.numbers(), [row.gold for row in latest.rows])
             clock.lap("evaluation")
-            if best.offer(update, latest.numbers(), last=last):
+            # What the warm-up leaves is no trained policy.
+            trained = update > ppo.critic_warmup_updates
+            if trained and best.offer(update, latest.numbers(), last=last):
                 report = latest
                 _save(models, run, dist, average, with_critic=ppo.save_critic)
                 clock.lap("saving")

@@ -1,4 +1,4 @@
-"""Scorers for the sentiment tests: VADER's compound score of the answer, its negative, noise."""
+"""Scorers for the sentiment tests, from VADER's compound score of the answer."""
 
 import hashlib
 
@@ -13,6 +13,16 @@ def positive(prompts: list[str], responses: list[str]) -> list[float]:
 
 def negative(prompts: list[str], responses: list[str]) -> list[float]:
     return [-score for score in positive(prompts, responses)]
+
+
+def varied(prompts: list[str], responses: list[str]) -> list[float]:
+    """Positive without repeating itself: times the share of distinct word trigrams."""
+    shares = []
+    for response in responses:
+        words = response.lower().split()
+        trigrams = list(zip(words, words[1:], words[2:], strict=False))
+        shares.append(len(set(trigrams)) / len(trigrams) if trigrams else 1.0)
+    return [a * b for a, b in zip(positive(prompts, responses), shares, strict=True)]
 
 
 def random(prompts: list[str], responses: list[str]) -> list[float]:

@@ -59,7 +59,8 @@ class Case:
 
     Attributes:
         name: in the table.
-        labels: function of tests/data/vader.py that ranks answers; gold is always `positive`.
+        labels: function of tests/data/vader.py that ranks answers.
+        gold: the one that nothing is trained on.
         seeds: one run each.
         settings: `key=value` of `--set`.
         text: also mix in the pairs' answers, both sides, as pretraining text.
@@ -67,6 +68,7 @@ class Case:
 
     name: str
     labels: str = "positive"
+    gold: str = "positive"
     seeds: tuple[int, ...] = (1, 2)
     settings: tuple[str, ...] = ()
     text: bool = False
@@ -82,7 +84,8 @@ CASES = (
     Case("main", seeds=(1, 2, 3, 4, 5)),
     Case("flipped labels", "negative", seeds=(1, 2, 3)),
     Case("random labels", "random"),
-    Case("kl_coef 0", settings=("ppo.kl_coef=0",)),
+    # What is wanted is more than what was labelled: positive, and without repeating itself.
+    Case("kl_coef 0", gold="varied", settings=("ppo.kl_coef=0", "ppo.eval_every=5")),
     Case("4 epochs", settings=("ppo.ppo_epochs=4",)),
     Case("LoRA", settings=_LORA),
     Case("RLOO", settings=_RLOO),
@@ -101,6 +104,7 @@ class Outcome:
     reward_accuracy: float
     gold_before: float
     gold: float
+    gold_best: float
     reward_before: float
     reward: float
     kl_per_answer: float
@@ -164,17 +168,20 @@ class Runner:
             out, "train", "--actor-model", self.model, "--data", f"{stem}.jsonl",
             "--eval-data", f"{stem}-eval.jsonl", "--data-split", "shared", "--step", "2", "3",
             "--config", "sentiment.yaml", *(part for s in sets for part in ("--set", s)),
-            "--gold", "vader:positive", "--seed", str(seed), "--output-dir", out,
+            "--gold", f"vader:{case.gold}", "--seed", str(seed), "--output-dir", out,
             "--deployment-type", "cpu",
         )  # fmt: skip
         seconds = time.monotonic() - began
         summary = json.loads((self.directory / out / "summary.json").read_text())
         result = json.loads((self.directory / out / "ppo" / "result.json").read_text())
         ppo, policies = summary["ppo"], summary["ppo"]["policies"]
+        lines = (self.directory / out / "ppo" / "metrics.jsonl").read_text().splitlines()
+        evaluations = [row for row in map(json.loads, lines) if row["kind"] == "eval"]
         return Outcome(
             reward_accuracy=summary["reward"]["eval_accuracy"],
             gold_before=ppo["gold"]["sft"],
             gold=ppo["gold"]["ppo"],
+            gold_best=max(row["gold"] for row in evaluations),
             reward_before=policies["sft"]["reward"],
             reward=policies["ppo"]["reward"],
             kl_per_answer=ppo["kl_per_answer"],
@@ -235,7 +242,10 @@ def broken(case: Case, outcomes: list[Outcome]) -> list[str]:
             claims[at + "gold < -.3"] = o.gold < -0.3
         elif case.name == "kl_coef 0":
             claims[at + "distinct-3 falls by half"] = o.distinct_3 < o.distinct_3_before / 2
-            claims[at + "warned"] = bool(o.warnings)
+            claims[at + "gold falls from its best by .1"] = o.gold < o.gold_best - 0.1
+            claims[at + "warned of hacking and collapse"] = {"hacking", "repetition"} <= {
+                *o.warnings
+            }
         else:
             claims[at + "gold rises by .2"] = o.gold > o.gold_before + 0.2
         if case.name == "main":

@@ -19,6 +19,11 @@ K3 = {"kl_penalty": "loss", "kl_estimator": "k3"}
         ({"kl_target": 3.0, "kl_horizon": 1e3}, ["kl_target", "kl_horizon"]),
         ({"kl_target": 3.0, "kl_controller": "adaptive"}, []),
         (K3 | {"kl_clamp": 5.0}, ["kl_clamp"]),
+        ({"kl_coef": 0.0, "kl_estimator": "k2"}, ["kl_estimator"]),
+        ({"stop_at_eos": False, "missing_eos": "replace"}, ["missing_eos"]),
+        ({"missing_eos": "ignore", "missing_eos_penalty": 2.0}, ["missing_eos_penalty"]),
+        ({"rewards": ["my.py:score"], "reward_clip": 2.0}, ["reward_clip"]),
+        ({"rewards": ["my.py:score", "model"], "reward_clip": 2.0}, []),
     ],
 )
 def test_ppo_without_effect(settings, named):

@@ -109,3 +109,17 @@ def test_complaint_trl454_peers14_the_ratio_is_1_before_the_first_step(paths, di
     assert numbers["first_ratio"] == 1.0
     assert numbers["optimizer_steps"] == 8
     assert numbers["ratio"] != 1.0
+
+
+def test_a_warm_up_of_the_critic_does_not_shorten_the_actor_s_schedule(paths, dist):
+    linear = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_ratio": 0.0}
+    _, models = start(
+        paths, dist, critic_warmup_updates=2, ppo_epochs=2, actor=linear, critic=linear
+    )
+    # 8 steps are planned; the warm-up takes 2 updates of 2 from the actor, which has 4 left.
+    rates = {name: [] for name in ("actor", "critic")}
+    for name, steps in (("actor", 4), ("critic", 8)):
+        scheduler = getattr(models, name).lr_scheduler
+        rates[name] = [scheduler.lr_lambdas[0](step) for step in range(steps)]
+    assert rates["actor"] == [1.0, 0.75, 0.5, 0.25]
+    assert rates["critic"] == pytest.approx([1 - step / 8 for step in range(8)])

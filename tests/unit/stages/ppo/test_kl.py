@@ -111,11 +111,18 @@ RLOO = {"advantage_estimator": "rloo", "answers_per_prompt": 2}
         ({"advantage_estimator": "reinforce_pp", "critic_warmup_updates": 1}, "no critic to warm"),
         ({"kl_penalty": "loss"}, "gradient of mean 0: set kl_estimator to k2 or k3"),
         ({"kl_controller": "adaptive", "kl_coef": 0.0}, "0 stays 0: set kl_coef above 0"),
+        # One update could take .2 * 64 / 12.8 = 1 off: all of it.
+        ({"kl_controller": "adaptive", "kl_horizon": 12.8}, "update of 64 answers: raise kl_hori"),
+        ({"critic_warmup_updates": 3, "updates": 3}, "leaves the actor none of the 3 updates"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         PPOConfig(**settings)
+
+
+def test_the_shortest_horizon_keeps_the_coefficient_above_0():
+    PPOConfig(kl_controller="adaptive", kl_horizon=12.9)
 
 
 def test_which_estimators_whiten_by_themselves():

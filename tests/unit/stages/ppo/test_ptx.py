@@ -18,7 +18,7 @@ from rlhf_app.training.accumulate import AddedLoss, optimizer_step
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.micro_batches import BatchLimit
-from stages.ppo.ptx import TextMix, text_rows
+from stages.ppo.ptx import EMPTY_TEXT, TextMix, text_rows
 
 TWO = BatchLimit(2)
 CPU = torch.device("cpu")
@@ -139,12 +139,25 @@ def test_answers_carry_the_loss_and_plain_text_all_of_it(monkeypatch, loss_on, f
 def test_long_plain_text_is_cut_into_rows(monkeypatch):
     monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
     rows, _ = text_rows([record("abcdef")], Format(), Words(), 3)
-    # 8 ids: BOS, six letters, EOS.
-    assert [len(ids) for ids, _ in rows] == [3, 3, 2]
-    assert [i for ids, _ in rows for i in ids] == [1, *range(97, 103), 2]
-    # A last row of one token would have nothing to predict.
-    rows, _ = text_rows([record("abcde")], Format(), Words(), 3)
-    assert [len(ids) for ids, _ in rows] == [3, 3]
+    # 8 ids, BOS, six letters, EOS: all but the first are predicted once, by the one before.
+    a, eos = ord("a"), 2
+    assert [ids for ids, _ in rows] == [
+        [1, a, a + 1],
+        [a + 1, a + 2, a + 3],
+        [a + 3, a + 4, a + 5],
+        [a + 5, eos],
+    ]
+    assert [spans for _, spans in rows] == [[(1, 3)], [(1, 3)], [(1, 3)], [(1, 2)]]
+    # The end is learned also where the text alone fills its row.
+    rows, _ = text_rows([record("ab")], Format(), Words(), 3)
+    assert [ids for ids, _ in rows] == [[1, a, a + 1], [a + 1, eos]]
+
+
+def test_text_without_words_is_no_lesson_in_ending(monkeypatch):
+    monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
+    rows, reasons = text_rows([record(""), record(" \n"), record("a")], Format(), Words(), 8)
+    assert [ids for ids, _ in rows] == [[1, ord("a"), 2]]
+    assert reasons == {EMPTY_TEXT: 2}
 
 
 def write(path, rows):
