@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -9,6 +10,7 @@ import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit, urlunsplit
 
 import rlhf_app
 from rlhf_app.config.keys import flatten
@@ -18,6 +20,7 @@ from rlhf_app.config.schema import RunConfig, SourceConfig, StageName
 from rlhf_app.data_paths import has_wildcards, source_hash
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
+from rlhf_app.function_hash import function_hash
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.files import atomic_write_json
@@ -197,18 +200,29 @@ def stage_fingerprints(config: RunConfig, run: RunDirectory, stage: StageName) -
     for key, sources in used.items():
         for index, source in enumerate(sources):
             hashes[f"{key}[{index}]"] = source_hash(source.path)
-            if source.normaliser_file:
-                hashes[f"{key}[{index}].normaliser"] = content_hash(source.normaliser_file)
+            if source.normaliser_file and source.normaliser:
+                hashes[f"{key}[{index}].normaliser"] = function_hash(source.normaliser)
     if config.data.chat_template is not None:
         hashes["data.chat_template"] = content_hash(config.data.chat_template)
-    scorer = (config.gold.scorer or "").rpartition(":")[0]
-    if stage == "ppo" and scorer.endswith(".py"):
-        hashes["gold.scorer"] = content_hash(scorer)
     if stage == "ppo":
+        scorers = {"gold.scorer": function_hash(config.gold.scorer or "")}
         for index, rewards in enumerate(config.ppo.rewards):
-            if rewards.local_path:
-                hashes[f"ppo.rewards[{index}]"] = content_hash(rewards.local_path)
+            scorers[f"ppo.rewards[{index}]"] = _reward_hash(rewards)
+        hashes |= {name: value for name, value in scorers.items() if value}
     return hashes
+
+
+def _reward_hash(source: RewardSource) -> str:
+    """Of what gives the scores; empty for the model of stage 2 and for installed modules."""
+    if source.function is not None:
+        return function_hash(source.function)
+    if source.http is not None:
+        # The query may choose the model that scores; the login does not.
+        parts = urlsplit(source.http)
+        host = parts.netloc.rpartition("@")[2]
+        address = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
+        return hashlib.sha256(address.encode()).hexdigest()
+    return content_hash(source.classifier) if source.classifier else ""
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlhf_app.config.functions import function_file
 from rlhf_app.config.rewards import uses_model
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.data_paths import has_wildcards, matching_files
@@ -111,7 +112,7 @@ def _named_inputs(config: RunConfig) -> list[tuple[str, str]]:
     named = [
         ("--actor-model", config.model.actor or ""),
         ("--reward-model", config.model.reward or ""),
-        ("--gold", (config.gold.scorer or "").rpartition(":")[0]),
+        ("--gold", function_file(config.gold.scorer or "")),
         ("data.chat_template", data.chat_template or ""),
     ]
     for source in config.ppo.rewards:
@@ -193,8 +194,22 @@ def _check_upstream(config: RunConfig, run: RunDirectory, manifest: Manifest) ->
 
 def _is_finished(run: RunDirectory, stage: StageName, record: StageRecord) -> bool:
     return (
-        record.status == "finished" and run.result(stage).is_file() and run.artifact(stage).is_dir()
+        record.status == "finished"
+        and run.result(stage).is_file()
+        and all(made.is_dir() for made in _products(run, stage, record))
     )
+
+
+def _products(run: RunDirectory, stage: StageName, record: StageRecord) -> list[Path]:
+    """The directories that a finished stage has left, by the settings that it ran with."""
+    products = [run.artifact(stage)]
+    if stage == "ppo":
+        settings = record.settings
+        if settings.get("ppo.ema_decay") is not None:
+            products.append(run.actor_ema)
+        if settings.get("ppo.save_critic") and settings.get("ppo.advantage_estimator") == "gae":
+            products.append(run.critic)
+    return products
 
 
 def _short(value: object) -> str:

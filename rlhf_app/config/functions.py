@@ -17,10 +17,13 @@ def names_function(spec: str) -> bool:
 def function_file(spec: str) -> str:
     """Returns the file whose content decides what a function does, or an empty text.
 
-    A module has a file of its own where it lies in the current directory.
+    A module has a file of its own where it lies in the current directory; that of a package is
+    its `__init__.py`.
     """
     module = spec.rpartition(":")[0]
-    if module.endswith(".py"):
+    if not module or module.endswith(".py"):
         return module
-    file = Path(*module.split(".")).with_suffix(".py")
-    return str(file) if file.is_file() else ""
+    name = Path(*module.split("."))
+    # In the order in which Python looks.
+    files = (name / "__init__.py", name.with_suffix(".py"))
+    return next((str(file) for file in files if file.is_file()), "")

@@ -12,6 +12,7 @@ from rlhf_app.config.load import load_config, parse_set
 from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
+from rlhf_app.function_hash import function_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
 from rlhf_app.output_directory import open_output_directory
 from rlhf_app.pipeline import _remove_directory
@@ -37,6 +38,10 @@ def finish(config: RunConfig, run: RunDirectory, stages: tuple[StageName, ...]) 
     manifest = Manifest(run.manifest, {})
     for stage in stages:
         run.artifact(stage).mkdir(parents=True)
+        if stage == "ppo":
+            run.critic.mkdir()
+            if config.ppo.ema_decay is not None:
+                run.actor_ema.mkdir()
         (run.artifact(stage) / "weights").write_text(f"weights of {stage}")
         run.result(stage).write_text("{}")
         record = StageRecord(
@@ -160,10 +165,13 @@ def test_another_signature_of_an_address_is_no_change(configure: Callable[..., R
         actions(configure("data.sources=['https://h/b.jsonl?sig=secret1']"), run, manifest)
 
 
-def test_an_edited_gold_scorer_concerns_ppo_alone(configure: Callable[..., RunConfig]) -> None:
+@pytest.mark.parametrize("module", ["score.py", "score"])
+def test_an_edited_gold_scorer_concerns_ppo_alone(
+    configure: Callable[..., RunConfig], module: str
+) -> None:
     run = RunDirectory(Path("out"))
     Path("score.py").write_text("def good(prompts, answers): return [1.0] * len(answers)")
-    config = configure("gold.scorer=score.py:good")
+    config = configure(f"gold.scorer={module}:good")
     manifest = finish(config, run, STAGES)
     Path("score.py").write_text("def good(prompts, answers): return [2.0] * len(answers)")
     with pytest.raises(ConfigError, match=r"out/ppo is finished.*gold\.scorer \w{12} -> \w{12}"):
@@ -190,15 +198,89 @@ def test_an_edited_reward_function_concerns_ppo_alone(
         actions(config, run, manifest)
 
 
+# (scorer, files, the one that is edited): all are run when the scorer is imported or called.
+IMPORTED = [
+    ("pk:score", {"pk/__init__.py": ""}, "pk/__init__.py"),
+    ("pk:score", {"pk/__init__.py": "from .how import score", "pk/how.py": ""}, "pk/how.py"),
+    ("pk:score", {"pk/__init__.py": "from pk import how", "pk/how.py": ""}, "pk/how.py"),
+    ("pk.how:score", {"pk/__init__.py": "", "pk/how.py": ""}, "pk/__init__.py"),
+    ("space.how:score", {"space/how.py": ""}, "space/how.py"),
+    ("one:score", {"one.py": "import two", "two.py": "import deep.three", "deep/three.py": ""},
+     "deep/three.py"),
+    ("d/one.py:score", {"d/one.py": "def score(p, r):\n    import two", "d/two.py": ""},
+     "d/two.py"),
+    ("d/one.py:score", {"d/one.py": "from two import x", "two.py": "x = 1"}, "two.py"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["gold.scorer", "ppo.rewards"])
+@pytest.mark.parametrize(("spec", "files", "edited"), IMPORTED)
+def test_edited_files_that_a_scorer_imports_make_ppo_stale(
+    configure: Callable[..., RunConfig],
+    setting: str,
+    spec: str,
+    files: dict[str, str],
+    edited: str,
+) -> None:
+    run = RunDirectory(Path("out"))
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("unrelated.py").write_text("")
+    config = configure(f"{setting}='{spec}'")
+    manifest = finish(config, run, STAGES)
+    Path("unrelated.py").write_text("x = 1")
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    Path(edited).write_text(files[edited] + "\n# edited")
+    with pytest.raises(ConfigError, match=r"out/ppo is finished.*\w{12} -> \w{12}"):
+        actions(config, run, manifest)
+
+
+def test_the_own_code_of_this_program_is_told_by_its_version(
+    configure: Callable[..., RunConfig], repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the built-in task would be stale when it is run from another directory."""
+    config = configure("gold.scorer=data_sources.embedded:gold")
+    monkeypatch.chdir(repo_root)
+    assert function_hash(config.gold.scorer or "") == ""
+
+
+@pytest.mark.parametrize("lost", ["actor", "critic", "actor_ema"])
+def test_a_lost_product_of_ppo_runs_it_again(
+    configure: Callable[..., RunConfig], lost: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    config = configure("ppo.ema_decay=0.9")
+    manifest = finish(config, run, STAGES)
+    assert actions(config, run, manifest) == ["reuse"] * 3
+    (run.stage("ppo") / lost).rename("gone")
+    assert actions(config, run, manifest) == ["reuse", "reuse", "run"]
+
+
+@pytest.mark.parametrize("change", ["ppo.save_critic=false", "ppo.advantage_estimator=rloo"])
+def test_a_critic_that_was_not_promised_is_not_missed(
+    configure: Callable[..., RunConfig], change: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    config = configure(change, "ppo.answers_per_prompt=2")
+    manifest = finish(config, run, STAGES)
+    run.critic.rmdir()
+    assert actions(config, run, manifest) == ["reuse"] * 3
+
+
 def test_changed_rewards_make_ppo_stale_but_not_a_new_password(
     configure: Callable[..., RunConfig],
 ) -> None:
     run = RunDirectory(Path("out"))
-    config = configure("ppo.rewards='http://me:one@h/x?token=one'")
+    config = configure("ppo.rewards='http://me:hidden@h/x?model=hidden'")
     manifest = finish(config, run, STAGES)
-    assert "one" not in run.manifest.read_text().replace('"none"', "")
-    other = configure("ppo.rewards='http://me:two@h/x?token=two'")
+    assert "hidden" not in run.manifest.read_text()
+    other = configure("ppo.rewards='http://me:two@h/x?model=hidden'")
     assert actions(other, run, manifest) == ["reuse"] * 3
+    # The query may choose the model that scores.
+    with pytest.raises(ConfigError, match=r"ppo\.rewards\[0\] \w{12} -> \w{12}") as caught:
+        actions(configure("ppo.rewards='http://me:hidden@h/x?model=secret'"), run, manifest)
+    assert "secret" not in str(caught.value)
     for change in ("[{http: 'http://h/x', weight: 2}]", "'http://g/x'", "model"):
         with pytest.raises(ConfigError, match=r"out/ppo is finished, but would change: "):
             actions(configure(f"ppo.rewards={change}"), run, manifest)
