@@ -88,7 +88,7 @@ def test_the_threshold_names_the_file_the_reasons_and_the_first_rows(tmp_path):
     path = tmp_path / "mine.jsonl"
     rows = [pair(f"p{i}") for i in range(8)] + [pair(chosen=""), {"prompt": "p", "chosen": "c"}]
     path.write_bytes(b"\n".join(map(line, rows)) + b"\n" + line(pair(chosen="")))
-    assert len(load(path, limit=0.3)[0]) == 8
+    assert len(load(path, limit=3 / 11)[0]) == 8  # just as many as may be
     with pytest.raises(ConfigError) as caught:
         load(path, limit=0.25)
     message = str(caught.value)
