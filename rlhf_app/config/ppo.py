@@ -193,7 +193,7 @@ class PPOConfig(Section):
 
     @model_validator(mode="after")
     def _best_of_several_evaluations(self) -> Self:
-        check_keep_best(self.keep_best, self.eval_every, "updates")
+        check_keep_best(self.keep_best, self.eval_every, "updates", self.updates)
         if self.keep_best_max_kl is not None and self.keep_best is None:
             raise ValueError(
                 "keep_best_max_kl limits what keep_best may choose, which is unset: set keep_best "
@@ -230,7 +230,7 @@ class PPOConfig(Section):
             if self.gamma != 1.0:
                 raise ValueError(
                     f"advantage_estimator {name} takes an answer as one action and has no "
-                    "discount: set gamma to 1"
+                    "discount: set ppo.gamma to 1"
                 )
             if self.whiten_rewards:
                 raise ValueError(
@@ -240,7 +240,7 @@ class PPOConfig(Section):
         if self.updates is not None and self.critic_warmup_updates >= self.updates:
             raise ValueError(
                 f"critic_warmup_updates {self.critic_warmup_updates} leaves the actor none of the "
-                f"{self.updates} updates: lower it, or raise updates"
+                f"{self.updates} updates: lower it, or raise ppo.updates"
             )
         if not self.has_critic and self.critic_warmup_updates:
             raise ValueError(

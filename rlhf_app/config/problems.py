@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_app.config.keys import all_fields, did_you_mean
+from rlhf_app.config.keys import all_fields, did_you_mean, setting_keys
 from rlhf_app.url_secrets import without_secrets
 
 _LONGEST_VALUE = 80
@@ -55,10 +56,30 @@ def _line(key: str, details: list[ErrorDetails], origins: Mapping[str, str]) -> 
         return _expected(first)
     wanted = dict.fromkeys(_expected(detail) for detail in details)
     expected = " or ".join(wanted).replace(" or expected ", " or ")
+    if first["type"] == "value_error" and key not in setting_keys() and "[" not in key:
+        # Of several settings: their names say what is meant, the whole group would drown it.
+        text = _with_full_names(key, expected)
+        return text if text.startswith(f"{key}.") else f"{key}: {text}"
     value = without_secrets(_VALUES.repr(first["input"]))
     if len(value) > _LONGEST_VALUE:
         value = value[:_LONGEST_VALUE] + "..."
     return f"{key} = {value}{came_from}: {expected}"
+
+
+def _with_full_names(group: str, text: str) -> str:
+    """Put `ppo.` and the like before settings of the group, as flags and files write them.
+
+    Names of one word may be plain words, which only a validator's author can tell.
+    """
+    names = [
+        key.removeprefix(f"{group}.")
+        for key in all_fields()
+        if key.startswith(f"{group}.") and "_" in key.rpartition(".")[2]
+    ]
+    if not names:
+        return text
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.])({longest_first})(?!\w|\.\w)", rf"{group}.\1", text)
 
 
 def _expected(detail: ErrorDetails) -> str:

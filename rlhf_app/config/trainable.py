@@ -91,7 +91,7 @@ class SFTConfig(TrainableSettings):
 
     @model_validator(mode="after")
     def _best_of_several_evaluations(self) -> Self:
-        check_keep_best(self.keep_best, self.eval_every, "optimizer steps")
+        check_keep_best(self.keep_best, self.eval_every, "optimizer steps", self.max_steps)
         return self
 
 
@@ -128,7 +128,7 @@ class RewardConfig(TrainableSettings):
 
     @model_validator(mode="after")
     def _best_of_several_evaluations(self) -> Self:
-        check_keep_best(self.keep_best, self.eval_every, "optimizer steps")
+        check_keep_best(self.keep_best, self.eval_every, "optimizer steps", self.max_steps)
         return self
 
 

@@ -16,11 +16,14 @@ def load(**settings: object):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sft__keep_best": "loss"}, "set eval_every to the optimizer steps between them"),
-        ({"reward__keep_best": "accuracy"}, "set eval_every to the optimizer steps between them"),
-        ({"ppo__keep_best": "reward"}, "set eval_every to the updates between them"),
-        ({"ppo__keep_best": "gold"}, "keep_best gold chooses among evaluations"),
-        ({"ppo__keep_best_max_kl": 8.0}, "set keep_best to reward or gold"),
+        ({"sft__keep_best": "loss"}, "set sft.eval_every to the optimizer steps"),
+        ({"reward__keep_best": "accuracy"}, "set reward.eval_every to the optimizer steps"),
+        ({"ppo__keep_best": "reward"}, "set ppo.eval_every to the updates between them"),
+        ({"ppo__keep_best": "gold"}, "ppo.keep_best gold chooses among evaluations"),
+        ({"ppo__keep_best_max_kl": 8.0}, "set ppo.keep_best to reward or gold"),
+        # One evaluation alone counts, the one at the end.
+        ({"ppo__keep_best": "reward", "ppo__eval_every": 9, "ppo__updates": 9}, "to less than"),
+        ({"sft__keep_best": "loss", "sft__eval_every": 9, "sft__max_steps": 4}, "of 4 optimizer"),
         ({"ppo__keep_best": "loss", "ppo__eval_every": 1}, "ppo.keep_best = 'loss'"),
         ({"sft__keep_best": "accuracy", "sft__eval_every": 1}, "sft.keep_best = 'accuracy'"),
         (
@@ -44,3 +47,13 @@ def test_accepted():
     )  # fmt: skip
     assert (config.sft.keep_best, config.reward.keep_best) == ("loss", "loss")
     assert (config.ppo.keep_best, config.ppo.keep_best_max_kl) == ("gold", 8.0)
+    load(ppo__keep_best="reward", ppo__eval_every=8, ppo__updates=9)  # after 8, and at the end
+
+
+def test_the_group_itself_is_not_printed():
+    with pytest.raises(ConfigError) as caught:
+        load(ppo__keep_best="gold", ppo__actor__learning_rate=1e-3)
+    assert str(caught.value) == (
+        "ppo.keep_best gold chooses among evaluations and there is one alone: set ppo.eval_every "
+        "to the updates between them, or leave ppo.keep_best unset"
+    )
