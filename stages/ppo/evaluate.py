@@ -22,7 +22,7 @@ from stages.ppo.batching import score_batches
 from stages.ppo.experience import Answers, AnswerTable
 from stages.ppo.logprobs import score_policy
 from stages.ppo.models import PPOModels
-from stages.ppo.reward_sources.combined import score_answers
+from stages.ppo.reward_sources.combined import agree, score_answers
 from stages.ppo.rollout import sampling_params
 
 # One fixed rollout step, so that every policy answers with the same random numbers and the
@@ -171,6 +171,7 @@ def evaluate_policy(
         The same report on every rank.
 
     Raises:
+        ConfigError: on every rank, when the gold scorer or a source of rewards failed on any.
         NonFiniteError: on every rank, when any score or log-prob is not finite.
     """
     uids = list(range(dist.rank, len(prompts), dist.world_size))
@@ -183,8 +184,14 @@ def evaluate_policy(
     rollout = sampler.rollout([p.input_ids for p in mine], params, uids=uids)
     texts = [models.chat_format.decode(tokens) for tokens in rollout.tokens]
     golds: list[float | None] = [None] * len(mine)
-    if gold and count:
-        golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
+    if gold is not None:
+        error: Exception | None = None
+        try:
+            if count:
+                golds[:count] = gold([p.text for p in mine[:count]], texts[:count])
+        except Exception as caught:
+            error = caught
+        agree(dist, error)
     table = AnswerTable([p.input_ids for p in mine], rollout.tokens, dist.device)
     kl_N, entropy_N = torch.zeros(2, len(mine), device=dist.device)
     batches = [(rows, table.layout(rows)) for rows in score_batches(table.lengths, ppo, dist)]
@@ -193,7 +200,9 @@ def evaluate_policy(
         kl_BT = torch.where(answers.action_mask_BT, logprobs_BT - reference_BT, 0.0)
         kl_N.index_copy_(0, answers.rows_B, kl_BT.sum(dim=1))
         entropy_N.index_copy_(0, answers.rows_B, entropy_BT.sum(dim=1))
-    scores_N = score_answers(models.scorer, batches, mine, rollout.tokens, rollout.stopped)
+    scores_N = score_answers(
+        models.scorer, batches, mine, rollout.tokens, rollout.stopped, counted=count
+    )
     columns = zip(
         uids,
         texts,

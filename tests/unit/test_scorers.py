@@ -13,6 +13,8 @@ from rlhf_app.scorers import load_scorer
 
 SOURCE = """
 import math
+import os
+import sys
 from dataclasses import dataclass
 
 constant = 3
@@ -47,6 +49,37 @@ def one(prompts, responses):
 
 def nothing(prompts, responses):
     return None
+
+def table(prompts, responses):
+    return {r: 1.0 for r in responses}
+
+def text(prompts, responses):
+    return "12"
+
+def octets(prompts, responses):
+    return b"12"
+
+def unordered(prompts, responses):
+    return {1.0, 2.0}
+
+def huge(prompts, responses):
+    return [10**400 for r in responses]
+
+def bug(prompts, responses):
+    return (1.0 + None for r in responses)
+
+def leaves(prompts, responses):
+    sys.exit("bye")
+
+def empties(prompts, responses):
+    count = len(responses)
+    prompts.clear()
+    responses.clear()
+    return [0.5] * count
+
+def moves(prompts, responses):
+    os.chdir("/")
+    return [0.5] * len(responses)
 """
 
 
@@ -117,6 +150,13 @@ def test_specs_that_cannot_be_loaded(here: Path, spec: str, message: str) -> Non
         ("words", "row 0 scored 'much', not a number"),
         ("one", "returned a float; return a list"),
         ("nothing", "returned a NoneType; return a list"),
+        ("table", "returned a dict; return a list of numbers"),
+        ("text", "returned a str; return a list of numbers"),
+        ("octets", "returned a bytes; return a list of numbers"),
+        ("unordered", "returned a set; return a list of numbers"),
+        ("huge", "row 0 scored 1000.*, not a number"),
+        ("bug", r"raised TypeError: unsupported operand .*sample_scores\.py, line \d+\)$"),
+        ("leaves", r"raised SystemExit: bye \(.*sample_scores\.py, line \d+\)$"),
     ],
 )
 def test_scores_that_cannot_be_used(here: Path, function: str, message: str) -> None:
@@ -125,6 +165,39 @@ def test_scores_that_cannot_be_used(here: Path, function: str, message: str) -> 
         scorer(["p", "p"], ["good", "bad"])
     assert str(caught.value).startswith(f"scorer sample_scores:{function}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_function_does_to_its_lists_stays_there(here: Path) -> None:
+    prompts, responses = ["p", "q"], ["a", "b"]
+    assert load_scorer("sample_scores:empties")(prompts, responses) == [0.5, 0.5]
+    assert (prompts, responses) == (["p", "q"], ["a", "b"])
+
+
+def test_the_current_directory_stays_that_of_the_run(here: Path) -> None:
+    """Our own relative paths start there."""
+    (here / "sub").mkdir()
+    for name in ("moving.py", "moving_module.py"):
+        (here / name).write_text("import os\nos.chdir('sub')\ndef f(p, r): return [1.0]\n")
+    for spec in ("moving.py:f", "moving_module:f", "sample_scores.py:moves"):
+        assert load_scorer(spec)(["p"], ["r"])
+        assert Path.cwd() == here
+
+
+@pytest.mark.parametrize("when", ["at once", "in the call"])
+def test_a_file_imports_its_neighbours(here: Path, when: str) -> None:
+    """As it does for `python -m`, wherever the program is started."""
+    line = f"from neighbour_{when[:2]} import one"
+    (here / "sub").mkdir()
+    (here / f"sub/neighbour_{when[:2]}.py").write_text("one = 1.0\n")
+    inside, above = ("", line) if when == "at once" else (line, "")
+    (here / "sub/mine.py").write_text(f"{above}\ndef f(p, r):\n    {inside}\n    return [one]\n")
+    assert load_scorer("sub/mine.py:f")(["p"], ["r"]) == [1.0]
+
+
+def test_a_file_that_ends_the_program_is_an_error(here: Path) -> None:
+    (here / "script.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=r"importing script\.py failed with SystemExit: 3"):
+        load_scorer("script.py:f")
 
 
 def test_long_answers_are_shortened_in_errors(here: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as torch_dist
 
 from data_sources.examples import PromptExample
 from rlhf_app.config.schema import PPOConfig
+from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.agreement import Agreement, Terms
 from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.training.distributed import Dist
@@ -104,6 +105,8 @@ class CombinedScorer:
         prompts: Sequence[PromptExample],
         responses: Sequence[Sequence[int]],
         stopped: Sequence[bool],
+        *,
+        counted: int | None = None,
     ) -> torch.Tensor:
         """Weighted sum of the sources' normalised scores, with the rules of the score applied.
 
@@ -116,6 +119,9 @@ class CombinedScorer:
             prompts: this rank's prompts.
             responses: this rank's answers, ragged.
             stopped: whether each answer ends with a stop token.
+            counted: how many rows are asked for, None for all. The others only keep this rank
+                in step in the model's forward: no other source sees them, no mean has them, and
+                what is returned for them is no score.
 
         Returns:
             fp32 scores_N on the training device.
@@ -129,21 +135,24 @@ class CombinedScorer:
         for term in self.sources:
             if isinstance(term.source, RewardScorer):
                 raw[term.name] = _by_batch(term.source.raw, batches, prompts, responses, stopped)
+        count = len(prompts) if counted is None else counted
         error: Exception | None = None
         try:
-            texts = TextAnswers(prompts, [self._format.decode(tokens) for tokens in responses])
+            texts = [self._format.decode(tokens) for tokens in responses[:count]]
             for term in self.sources:
                 if not isinstance(term.source, RewardScorer):
-                    scores = term.source(texts)
-                    if not isinstance(scores, torch.Tensor):
-                        scores = to_device(torch.tensor(scores, dtype=torch.float32), device)
-                    raw[term.name] = scores
+                    raw_N = torch.zeros(len(prompts), device=device)
+                    if count:
+                        # Texts of its own: one source must not change what the next one reads.
+                        found = term.source(TextAnswers(prompts[:count], list(texts)))
+                        raw_N[:count] = _as_tensor(term, found, device)
+                    raw[term.name] = raw_N
         except Exception as caught:
             error = caught
-        self._agree(error)
+        agree(self._dist, error)
         normal_SN = torch.stack([term.normalise(raw[term.name]) for term in self.sources])
-        self._sums += normal_SN.sum(dim=1, dtype=torch.float64)
-        self._count += len(prompts)
+        self._sums += normal_SN[:, :count].sum(dim=1, dtype=torch.float64)
+        self._count += count
         scores_N = torch.zeros_like(normal_SN[0])
         for term, normal_N in zip(self.sources, normal_SN, strict=True):
             scores_N += term.weight * normal_N
@@ -178,11 +187,37 @@ class CombinedScorer:
             }
         return means
 
-    def _agree(self, error: Exception | None) -> None:
-        if self._dist.world_size > 1:
-            Agreement(torch_dist.group.WORLD).settle(Terms(), error)
-        elif error is not None:
-            raise error
+
+def agree(dist: Dist, error: Exception | None) -> None:
+    """End all ranks together where a function of the user failed on one; every rank calls.
+
+    Args:
+        dist: process group.
+        error: of this rank, or None.
+
+    Raises:
+        Exception: `error`, or on the other ranks one of the same kind that names it.
+    """
+    if dist.world_size > 1:
+        Agreement(torch_dist.group.WORLD).settle(Terms(), error)
+    elif error is not None:
+        raise error
+
+
+def _as_tensor(
+    term: WeightedSource, found: torch.Tensor | list[float], device: torch.device
+) -> torch.Tensor:
+    """Scores as fp32 on the training device; those of a classifier are that already."""
+    if isinstance(found, torch.Tensor):
+        return found
+    raw_B = torch.tensor(found, dtype=torch.float32)
+    for row, whole in enumerate((term.weight * term.normalise(raw_B)).isfinite().tolist()):
+        if not whole:
+            raise ConfigError(
+                f"ppo.rewards source {term.name}: row {row} scored {found[row]:g}, whose weight x "
+                "(score - mean) / std is beyond fp32 (3.4e+38): return smaller scores"
+            )
+    return to_device(raw_B, device)
 
 
 def score_answers(
@@ -191,10 +226,12 @@ def score_answers(
     prompts: Sequence[PromptExample],
     responses: Sequence[Sequence[int]],
     stopped: Sequence[bool],
+    *,
+    counted: int | None = None,
 ) -> torch.Tensor:
     """Final scores_N of all answers of this rank, by any scorer; see `CombinedScorer.score_all`."""
     if isinstance(scorer, CombinedScorer):
-        return scorer.score_all(batches, prompts, responses, stopped)
+        return scorer.score_all(batches, prompts, responses, stopped, counted=counted)
     return _by_batch(scorer, batches, prompts, responses, stopped)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlhf_app.errors import ConfigError
 from rlhf_app.scorers import load_scorer
 from stages.ppo.reward_sources.texts import TextAnswers
 
@@ -18,7 +17,6 @@ class FunctionReward:
     """
 
     def __init__(self, spec: str) -> None:
-        self._spec = spec
         self._function = load_scorer(spec)
 
     def __call__(self, answers: TextAnswers) -> list[float]:
@@ -27,13 +25,4 @@ class FunctionReward:
         Raises:
             ConfigError: the function raised, or returned something else.
         """
-        try:
-            return self._function(answers.prompt_texts, answers.responses)
-        except ConfigError:
-            raise
-        except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            raise ConfigError(
-                f"scorer {self._spec}: raised {type(error).__name__}: {first} (its traceback is "
-                "in the log)"
-            ) from error
+        return self._function(answers.prompt_texts, answers.responses)

@@ -158,6 +158,9 @@ def test_functions_get_texts_and_are_found_again(tmp_path, monkeypatch):
         ("return ['x'] * 3", "scorer bad.py:f: row 0 scored 'x', not a number"),
         ("return None", "scorer bad.py:f: returned a NoneType; return a list of numbers"),
         ("raise KeyError('k')", "scorer bad.py:f: raised KeyError: 'k'"),
+        ("raise SystemExit(3)", "scorer bad.py:f: raised SystemExit: 3"),
+        ("return {r: 1.0 for r in responses}", "scorer bad.py:f: returned a dict; return a list"),
+        ("return [0.0, 1e300, 0.0]", "ppo.rewards source f: row 1 scored 1e+300, whose weight x"),
     ],
 )
 def test_bad_functions_are_one_line(tmp_path, monkeypatch, body, message):
@@ -168,6 +171,47 @@ def test_bad_functions_are_one_line(tmp_path, monkeypatch, body, message):
         score(found)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_scores_beyond_fp32_after_their_weight_are_named_but_not_those_that_are_clipped():
+    def large(answers):
+        return [1.0, 1e38, 1.0]
+
+    for source in ({"weight": 10}, {"std": 0.1}):
+        found = scorer([{"function": "m:f", **source}], {"f": large})
+        with pytest.raises(ConfigError, match=r"source f: row 1 scored 1e\+38"):
+            score(found)
+    clipped = scorer([{"function": "m:f", "std": 1.0, "clip": 5, "weight": 10}], {"f": large})
+    assert score(clipped, [True] * 3).tolist() == [10.0, 50.0, 10.0]
+
+
+def test_a_source_that_changes_its_lists_does_not_reach_the_next():
+    def spoils(answers):
+        answers.responses[:] = ["x"] * 100
+        return [0.0] * 3
+
+    found = scorer(["m:bad", "m:size"], {"bad": spoils, "size": lengths})
+    assert score(found, [True] * 3).tolist() == [1.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("counted", [0, 2])
+def test_rows_that_only_keep_a_rank_in_step_are_not_counted(counted):
+    """Of lengths 1, 4, 5 and raw 4, 20, 7 the first two: 5 / 2, (.5 + 4.5) / 2."""
+    seen = []
+
+    def keeps(answers):
+        seen.extend(answers.responses)
+        return lengths(answers)
+
+    found = scorer([{"model": True, "clip": 9}, "m:size"], {"size": keeps})
+    batches = [(range(3), lay_out([p.input_ids for p in PROMPTS], RESPONSES))]
+    scores = score_answers(found, batches, PROMPTS, RESPONSES, [True] * 3, counted=counted)
+    assert scores[:counted].tolist() == [1.5, 8.5][:counted]
+    assert seen == ["4", "5 20"][:counted]
+    means = {"reward_model": 2.5, "reward_size": 2.5} if counted else dict.fromkeys(
+        ("reward_model", "reward_size"), 0.0
+    )  # fmt: skip
+    assert found.take_means() == means
 
 
 @pytest.mark.slow
