@@ -126,9 +126,9 @@ def recognise(name: str, rows: Sequence[Row], mapped: Collection[str] = ()) -> S
 def _special(seen: _Seen) -> Shape | None:
     """Shapes that are known by the exact names of their columns."""
     names = seen.names
-    if any(row.get("rendered") is True for row in seen.rows) and "prompt" in names:
+    if seen.mostly(lambda r: r.get("rendered") is True) and "prompt" in names:
         return Shape("sampled answers", normalise.sampled, {})
-    if any(isinstance(row.get("prompt"), dict) and "replies" in row["prompt"] for row in seen.rows):
+    if seen.mostly(lambda r: isinstance(r.get("prompt"), dict) and "replies" in r["prompt"]):
         return Shape("reply trees", ranked.reply_tree, {})
     if {"message_id", "parent_id", "text", "role"} <= set(names):
         return Shape("reply tree messages", ranked.reply_tree, {}, ranked.assemble_trees)
@@ -220,6 +220,10 @@ class _Seen:
                 f"{self._yaml({part: names[0]})}"
             )
         return names[0]
+
+    def mostly(self, test: Callable[[Row], bool]) -> bool:
+        """Whether at least half of the rows pass the test: one odd row decides nothing."""
+        return 2 * sum(map(test, self.rows)) >= max(len(self.rows), 1)
 
     def values(self, part: str, test: Callable[[Any], bool]) -> bool:
         """Whether most rows that have the part pass the test."""

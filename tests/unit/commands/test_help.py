@@ -55,6 +55,8 @@ COMMON = {
         ["ppo", "-h"],
         ["--version"],
         ["data", "--help"],
+        ["data", "stats", "--help"],
+        ["data", "inspect", "--help"],
         ["verify", "--help"],
         ["bench", "--help"],
         ["bench", "generate", "--help"],

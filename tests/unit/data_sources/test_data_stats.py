@@ -96,7 +96,7 @@ def test_the_split_is_the_one_that_a_run_makes(run, tmp_path):
 def test_tokens_limits_and_what_they_cost(run, tmp_path, shared_dir):
     """A row is BOS, the prompt, " " and the answer, and EOS; 20 tokens are kept of it."""
     model = str(shared_dir / "tokenizers" / "opt")
-    answers = [1, 2, 3, 30, 40, 50]
+    answers = [1, 2, 3, 16, 17, 30, 40, 50]  # 16 make a row of 20
     rows = [{"prompt": f"question {i}", "response": " yes" * n} for i, n in enumerate(answers)]
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,12 +110,12 @@ def test_tokens_limits_and_what_they_cost(run, tmp_path, shared_dir):
     )
     sft = found["stages"]["sft"]
     assert found["unit"] == "tokens"
-    assert sft["lengths"]["answer"]["count"] == 7
+    assert sft["lengths"]["answer"]["count"] == 9
     assert sft["lengths"]["answer"]["max"] == 51
     assert sft["lengths"]["prompt"]["max"] == 3  # </s>, question, number
     assert sft["lengths"]["row"]["max"] == 54
-    assert (sft["limit"], sft["over_limit"]) == (20, 3)
-    assert sft["left_out_or_cut"] == {"answer truncated (kept)": 3}
+    assert (sft["limit"], sft["over_limit"]) == (20, 4)
+    assert sft["left_out_or_cut"] == {"answer truncated (kept)": 4}
 
 
 def test_tables_for_people(run, tmp_path):

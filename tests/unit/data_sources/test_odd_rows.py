@@ -161,3 +161,11 @@ def test_many_columns_keep_the_error_one_readable_line():
     assert listed([]) == "none"
     assert listed((f"c{i}" for i in range(50000)), most=2) == "c0, c1, ... (50000 in all)"
     assert len(listed(["x" * 100000])) == 40
+
+
+@pytest.mark.parametrize("odd", [{"prompt": {"replies": 1}}, {**PAIR, "rendered": True}])
+def test_one_row_of_another_shape_does_not_decide_the_shape(tmp_path, odd):
+    rows = [{**PAIR, "prompt": f"p{i}"} for i in range(9)]
+    records, counts = load(tmp_path, [odd, *rows])
+    assert counts.shape == "prompt + chosen + rejected"
+    assert [r.messages[0].content for r in records][-9:] == [f"p{i}" for i in range(9)]
