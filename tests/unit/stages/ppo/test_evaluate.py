@@ -1,7 +1,11 @@
 """Numbers of a policy on held-out prompts, against hand tables and plain transformers."""
 
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from data_sources.examples import PromptExample
 from data_sources.records import Message, Record
 from rlhf_app.config.schema import HybridEngineSettings, PPOConfig
+from rlhf_app.errors import ConfigError
 from rlhf_app.models.scalar_head import ScalarHead, ScalarHeadModel, ScoreStats
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.deepspeed_config import engine_for
@@ -18,6 +23,7 @@ from stages.ppo.evaluate import HeldOutAnswer, PolicyReport, evaluate_policy
 from stages.ppo.held_out import sample_rows
 from stages.ppo.models import PPOModels
 from stages.ppo.reward import RewardScorer
+from stages.ppo.reward_sources.build import combine
 
 EOS = 2
 
@@ -93,13 +99,15 @@ def dist():
     close()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_each_answer_against_plain_transformers(dist, temperature):
-    """KL and entropy of every answer from whole logits, its score from the model alone."""
-    ppo = PPOConfig(
+def settings(**changes):
+    return PPOConfig(
         rollout_batch_size=4, micro_batch_size=2, max_prompt_length=8, max_response_length=10,
-        temperature=temperature, reward_clip=100.0, missing_eos="ignore",
+        reward_clip=100.0, missing_eos="ignore", **changes,
     )  # fmt: skip
+
+
+def run_of(ppo, dist, texts=None):
+    """A policy in training, its reference, a reward model, and five prompts."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=23, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -116,13 +124,24 @@ def test_each_answer_against_plain_transformers(dist, temperature):
         policy, ppo.actor, hybrid=HybridEngineSettings(), dist=dist, dtype=torch.float32,
         micro_batch_size=2, total_steps=1,
     )  # fmt: skip
+    scorer = RewardScorer(reward, ScoreStats(0.5, 2.0), ppo, IdFormat())
+    if texts:
+        scorer = combine(ppo, scorer, texts, IdFormat(), dist)
     models = PPOModels(
-        actor=engine, critic=None, reference=reference,
-        scorer=RewardScorer(reward, ScoreStats(0.5, 2.0), ppo, IdFormat()), tokenizer=None,
+        actor=engine, critic=None, reference=reference, scorer=scorer, tokenizer=None,
         chat_format=IdFormat(), tokenizer_id="", suppress_ids=(),
     )  # fmt: skip
     record = Record((Message("user", ""),))
     prompts = [PromptExample(str(i), [1, *range(3, 4 + i)], str(i), record) for i in range(5)]
+    return models, policy, reward, prompts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_each_answer_against_plain_transformers(dist, temperature):
+    """KL and entropy of every answer from whole logits, its score from the model alone."""
+    ppo = settings(temperature=temperature)
+    models, policy, reward, prompts = run_of(ppo, dist)
+    engine, reference = models.actor, models.reference
     report = evaluate_policy(
         engine, engine, models, prompts, ppo, dist, gold=lambda p, a: [len(t) for t in a], seed=7
     )
@@ -143,3 +162,67 @@ def test_each_answer_against_plain_transformers(dist, temperature):
         assert (row.reward, row.gold) == pytest.approx((score, len(row.text)), abs=1e-4)
         assert row.stopped == (row.tokens[-1] == EOS)
         assert row.text == IdFormat().decode(row.tokens)
+
+
+def two_ranks(scratch):
+    """Five prompts on two ranks: run on each of them, by the test below."""
+    dist = setup()
+    calls = []
+
+    def place(answers):
+        """The prompt's place: 0, 2, 4 on one rank, 1, 3 and nothing else on the other."""
+        calls.append([prompt.text for prompt in answers.prompts])
+        return [float(text) for text in calls[-1]]
+
+    ppo = settings(rewards=["model", "m:place"])
+    models, _, _, prompts = run_of(ppo, dist, {"place": place})
+
+    def evaluate(gold, prompts=prompts):
+        return evaluate_policy(models.actor, models.actor, models, prompts, ppo, dist, gold=gold,
+                               seed=7)  # fmt: skip
+
+    report = evaluate(None)
+    assert [row.uid for row in report.rows] == [0, 1, 2, 3, 4]
+    assert calls == [["0", "2", "4"] if dist.is_main else ["1", "3"]], calls
+    means = models.scorer.take_means()
+    assert means["reward_place"] == 2.0, means  # (0 + 1 + 2 + 3 + 4) / 5
+    # The reward is the sum of both, each answer once.
+    assert abs(report.reward - means["reward_place"] - means["reward_model"]) < 1e-5
+    evaluate(None, prompts[:1])  # nothing to do for the second rank
+    assert models.scorer.take_means()["reward_place"] == 0.0
+
+    def fails(prompts, answers):
+        if dist.is_main:
+            return [1.0] * len(answers)
+        raise ConfigError("scorer m:gold: no")
+
+    with pytest.raises(ConfigError) as caught:
+        evaluate(fails)
+    assert str(caught.value) == ("on rank 1: " if dist.is_main else "") + "scorer m:gold: no"
+    (Path(scratch) / f"done{dist.rank}").touch()
+
+
+@pytest.mark.slow
+def test_prompts_that_two_ranks_do_not_share_evenly_and_a_gold_scorer_that_fails_on_one(
+    tmp_path, repo_root
+):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import sys\n"
+        "from rlhf_app.commands.worker import leave\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_evaluate\n"
+        f"test_evaluate.two_ranks({str(tmp_path)!r})\n"
+        "leave(0)\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            str(script),
+        ],
+        env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "done0").exists()
+    assert (tmp_path / "done1").exists()
