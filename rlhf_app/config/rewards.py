@@ -28,8 +28,9 @@ ClassifierInput = Literal["auto", "template", "pair", "text"]
 
 _KINDS: tuple[RewardKind, ...] = ("model", "classifier", "function", "http")
 _NAME = re.compile(r"[A-Za-z]\w*")
-# Metrics that are called reward_... already.
-_TAKEN_NAMES = frozenset({"std", "length_correlation"})
+# Metrics that are called reward_... already; of each classifier also reward_<name>_truncated.
+_TAKEN_NAMES = frozenset({"std", "length_correlation", "seconds"})
+_TAKEN_ENDING = "_truncated"
 _FORMS = (
     "model, module:function, file.py:function, http://..., or the directory or Hub id of a "
     "sequence classifier"
@@ -128,8 +129,9 @@ class RewardSource(Section):
             _check_address(self.http)
         if self.name is not None and (_NAME.fullmatch(self.name) is None or _is_taken(self.name)):
             raise ValueError(
-                f"name {self.name}: expected letters, digits and underscores, and none of "
-                f"{', '.join(sorted(_TAKEN_NAMES))}"
+                f"name {self.name}: expected letters, digits and underscores, and neither "
+                f"{', '.join(sorted(_TAKEN_NAMES))} nor an ending {_TAKEN_ENDING}, which other "
+                "metrics have"
             )
         return self
 
@@ -142,7 +144,7 @@ class RewardSource(Section):
 
 
 def _is_taken(name: str) -> bool:
-    return name in _TAKEN_NAMES
+    return name in _TAKEN_NAMES or name.endswith(_TAKEN_ENDING)
 
 
 def _check_address(address: str) -> None:
@@ -234,17 +236,17 @@ def source_names(sources: tuple[RewardSource, ...]) -> list[str]:
     No two are the same, and none is that of another metric.
     """
     given = [source.name for source in sources if source.name is not None]
-    taken = _TAKEN_NAMES | set(given)
+    taken = set(given)
     names = []
     for source in sources:
         name = source.name
         if name is None:
             base, count = _telling_name(source), 1
             name = base
-            while name in taken:
+            while name in taken or _is_taken(name):
                 count += 1
                 name = f"{base}_{count}"
-            taken = taken | {name}
+            taken.add(name)
         names.append(name)
     return names
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlhf_app.config.load import load_config, parse_set, validate, with_values
@@ -75,6 +78,8 @@ def test_the_default_is_the_model_of_stage_2_alone() -> None:
         ("[{function: 'm:f', std: 0}]", "greater than 0"),
         ("[{function: 'm:f', clip: -1}]", "greater than 0"),
         ("[{function: 'm:f', name: std}]", "name std"),
+        ("[{function: 'm:f', name: seconds}]", "name seconds"),
+        ("[{function: 'm:f', name: tox_truncated}]", "nor an ending _truncated"),
         ("[{function: 'm:f', name: a}, {function: 'm:g', name: a}]", "same name"),
         ("a:b:c", "expected model, module:function, file.py:function"),
         ("[{functoin: 'm:f'}]", "unknown setting"),
@@ -91,11 +96,21 @@ def test_errors_are_one_line_that_names_the_setting(text: str, message: str) -> 
 def test_names_tell_sources_apart_and_from_other_metrics() -> None:
     found = sources(
         "[model, a.py:score, b.py:score, m:obj.std, dir/tox-bert, http://h.example:5/x, "
-        "{function: 'm:f', name: score_2}]"
+        "{function: 'm:f', name: score_2}, m:seconds, m:tox_bert_truncated]"
     )
     assert source_names(found) == [
-        "model", "score", "score_3", "std_2", "tox_bert", "h_example", "score_2",
+        "model", "score", "score_3", "std_2", "tox_bert", "h_example", "score_2", "seconds_2",
+        "tox_bert_truncated_2",
     ]  # fmt: skip
+
+
+def test_no_source_may_be_called_like_a_metric_that_is_documented(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`reward_(\w+)`", page))
+    assert {"std", "length_correlation", "seconds"} <= documented
+    for name in documented:
+        with pytest.raises(ConfigError, match=f"name {name}: expected"):
+            sources(f"[{{function: 'm:f', name: {name}}}]")
 
 
 @pytest.mark.parametrize(
