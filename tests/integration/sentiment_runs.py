@@ -64,6 +64,7 @@ class Case:
         seeds: one run each.
         settings: `key=value` of `--set`.
         text: also mix in the pairs' answers, both sides, as pretraining text.
+        few: pairs of 32 openings only.
     """
 
     name: str
@@ -72,8 +73,10 @@ class Case:
     seeds: tuple[int, ...] = (1, 2)
     settings: tuple[str, ...] = ()
     text: bool = False
+    few: bool = False
 
 
+_FEW = 32
 _LORA = (
     "ppo.actor.lora.rank=16", "ppo.actor.lora.learning_rate=1e-3",
     "ppo.critic.lora.rank=16", "ppo.critic.lora.learning_rate=2e-3",
@@ -84,8 +87,9 @@ CASES = (
     Case("main", seeds=(1, 2, 3, 4, 5)),
     Case("flipped labels", "negative", seeds=(1, 2, 3)),
     Case("random labels", "random"),
-    # What is wanted is more than what was labelled: positive, and without repeating itself.
-    Case("kl_coef 0", gold="varied", settings=("ppo.kl_coef=0", "ppo.eval_every=5")),
+    # A reward model of few pairs, and what is wanted is more than what was labelled: positive, and
+    # without repeating itself.
+    Case("kl_coef 0", gold="varied", few=True, settings=("ppo.kl_coef=0", "ppo.eval_every=5")),
     Case("4 epochs", settings=("ppo.ppo_epochs=4",)),
     Case("LoRA", settings=_LORA),
     Case("RLOO", settings=_RLOO),
@@ -131,14 +135,15 @@ class Runner:
         shutil.copy(ROOT / "tests" / "data" / "vader.py", directory)
         (directory / "sentiment.yaml").write_text(SETTINGS)
 
-    def pairs(self, labels: str, seed: int) -> str:
+    def pairs(self, labels: str, seed: int, *, few: bool = False) -> str:
         """Makes the pairs unless they are there; returns the stem of their files."""
-        stem = f"{labels}-{seed}"
+        stem = f"{labels}-{seed}" + ("-few" if few else "")
+        openings = _FEW + self.size.held_out if few else self.size.openings
         with self._making.setdefault(stem, threading.Lock()):
             if not (self.directory / f"{stem}.done").exists():
                 self._rlhf(
                     stem, "data", "make-pairs", "--model", self.model,
-                    "--scorer", f"vader:{labels}", "--self-prompts", str(self.size.openings),
+                    "--scorer", f"vader:{labels}", "--self-prompts", str(openings),
                     "--prompt-tokens", "16", "--num-answers", "6", "--max-new-tokens", "40",
                     "--no-eos", "--min-gap", "0.25", "--seed", str(seed),
                     "--eval-prompts", str(self.size.held_out), "--out", f"{stem}.jsonl",
@@ -158,7 +163,7 @@ class Runner:
 
     def run(self, case: Case, seed: int) -> Outcome:
         """Reward model and PPO of one experiment and seed."""
-        stem = self.pairs(case.labels, seed)
+        stem = self.pairs(case.labels, seed, few=case.few)
         out = f"{case.name}-{seed}".replace(" ", "_").replace(",", "")
         sets = [f"ppo.updates={self.size.updates}", *case.settings]
         if case.text:
@@ -236,7 +241,8 @@ def broken(case: Case, outcomes: list[Outcome]) -> list[str]:
             claims[at + "RM at chance"] = abs(o.reward_accuracy - 0.5) <= 0.08
             claims[at + "gold near its start"] = abs(o.gold - o.gold_before) <= 0.25
             continue
-        claims[at + "RM accuracy >= .88"] = o.reward_accuracy >= 0.88
+        if not case.few:
+            claims[at + "RM accuracy >= .88"] = o.reward_accuracy >= 0.88
         claims[at + "reward rises"] = o.reward > o.reward_before + 0.3
         if case.labels == "negative":
             claims[at + "gold < -.3"] = o.gold < -0.3
@@ -308,11 +314,11 @@ def main() -> int:
     done: dict[str, dict[int, Outcome]] = {}
     pool = ThreadPoolExecutor(options.jobs)
     # Pairs alone first: several experiments wait for the same ones.
-    needed = dict.fromkeys((case.labels, case.seeds[n]) for case, n in runs)
-    making = {p: pool.submit(runner.pairs, *p) for p in needed}
+    needed = dict.fromkeys((case.labels, case.seeds[n], case.few) for case, n in runs)
+    making = {p: pool.submit(runner.pairs, p[0], p[1], few=p[2]) for p in needed}
 
     def after_pairs(case: Case, seed: int) -> Outcome:
-        making[case.labels, seed].result()
+        making[case.labels, seed, case.few].result()
         return runner.run(case, seed)
 
     # A run that waits for its pairs would hold a place.
