@@ -7,12 +7,14 @@ import contextlib
 import http.client
 import json
 import logging
-import math
+import queue
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_WAIT = 30.0
 _LARGEST_ANSWER = 64 * 2**20
+_LARGEST_SCORE = sys.float_info.max
 _SHOWN = 120
 
 
@@ -89,20 +92,47 @@ class HttpReward:
         raise self._error(f"{reason}, {self._retries + 1} time(s); is the server running?")
 
     def _post(self, body: bytes) -> bytes:
-        request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        """One exchange, in a thread of its own that is left behind at the deadline.
+
+        The timeout of a socket holds for each read alone: names that are not resolved, or
+        headers and bodies that trickle in, could take hours.
+        """
+        done: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        refused: list[int] = []
         ends = time.monotonic() + self._timeout
+
+        def work() -> None:
+            try:
+                done.put(self._exchange(body, ends, refused))
+            except Exception as error:
+                done.put(error)
+
+        threading.Thread(target=work, daemon=True, name="reward endpoint").start()
+        try:
+            found = done.get(timeout=self._timeout)
+        except queue.Empty:
+            if refused:
+                raise self._error(f"status {refused[0]}") from None
+            raise _Failed(self._describe(TimeoutError())) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _exchange(self, body: bytes, ends: float, refused: list[int]) -> bytes:
+        request = urllib.request.Request(self._url, body, self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
                 return self._read(response, ends)
         except urllib.error.HTTPError as error:
             if error.code in _RETRIED_STATUS:
                 raise _Failed(f"status {error.code}") from None
-            raise self._error(f"status {error.code}{_reason(error)}") from None
+            refused.append(error.code)  # known, though why may come too late
+            raise self._error(f"status {error.code}{self._reason(error)}") from None
         except (TimeoutError, OSError, http.client.HTTPException) as error:
             raise _Failed(self._describe(error)) from None
 
     def _read(self, response: Any, ends: float) -> bytes:
-        """All of an answer. A timeout of sockets alone would let it trickle in for hours."""
+        """All of an answer; past the deadline nobody waits for it any more."""
         parts, size = [], 0
         while part := response.read1(2**16):
             parts.append(part)
@@ -121,7 +151,24 @@ class HttpReward:
             return "connection refused"
         return without_secrets(f"{type(reason).__name__}: {_short(str(reason))}")
 
+    def _reason(self, error: urllib.error.HTTPError) -> str:
+        """What the server says about a request that it refuses."""
+        moved = error.headers.get("Location") if 300 <= error.code < 400 else None
+        if moved:
+            shown = without_secrets(_short(urljoin(self._url, moved)))
+            return f"; it redirects to {shown}: name that"
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            body = without_secrets(_short(error.read(4 * _SHOWN).decode(errors="replace")))
+            return f": {body}" if body else ""
+        return ""
+
     def _scores(self, content: bytes, count: int) -> list[float]:
+        try:
+            return self._parsed(content, count)
+        except RecursionError:
+            raise self._error("the JSON that came back is nested too deeply") from None
+
+    def _parsed(self, content: bytes, count: int) -> list[float]:
         try:
             answer = json.loads(content)
         except ValueError:
@@ -134,29 +181,19 @@ class HttpReward:
             )
         values = answer[found[0]]
         if not isinstance(values, list):
-            raise self._error(f"{found[0]} is no list: {_short(str(values))}")
+            raise self._error(f"{found[0]} is no list: {_short(repr(values))}")
         if len(values) != count:
             raise self._error(f"{len(values)} {found[0]} for {count} answers")
         for row, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise self._error(f"row {row} scored {_short(repr(value))}, not a number")
-            if not math.isfinite(value):
-                raise self._error(f"row {row} scored {value}, not a finite number")
+            if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # NaN is not either
+                shown = _short(str(value))
+                raise self._error(f"row {row} scored {shown}, not a finite number")
         return [float(value) for value in values]
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"reward endpoint {self._shown}: {what}")
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What the server says about a request that it refuses."""
-    moved = error.headers.get("Location") if 300 <= error.code < 400 else None
-    if moved:
-        return f"; it redirects to {without_secrets(moved)}: name that"
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        body = without_secrets(_short(error.read(4 * _SHOWN).decode(errors="replace")))
-        return f": {body}" if body else ""
-    return ""
 
 
 def _short(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import threading
@@ -164,6 +165,32 @@ def test_it_trickles(serve):
     ended.set()
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "message"),
+    [
+        (200, True, "no answer within 0.3 s, 1 time(s)"),
+        (404, False, ": status 404"),
+        (503, False, "status 503, 1 time(s)"),
+    ],
+)
+def test_headers_and_the_text_of_an_error_trickle(serve, status, headers, message):
+    ended = threading.Event()
+
+    def reply(n: int, handler: BaseHTTPRequestHandler) -> None:
+        first = f"HTTP/1.1 {status} x\r\n" + ("X-Long: " if headers else "\r\n")
+        handler.wfile.write(first.encode())
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                handler.wfile.write(b"a")
+                handler.wfile.flush()
+
+    endpoint = serve(reply)
+    began = time.monotonic()
+    assert message in fails(endpoint.url, timeout=0.3)
+    assert time.monotonic() - began < 1.5
+    ended.set()
+
+
 def test_it_is_not_there(serve):
     endpoint = serve(lambda n, handler: None)
     endpoint.server.shutdown()
@@ -190,6 +217,16 @@ def test_a_redirect_is_named_and_not_followed(serve):
     assert "status 302; it redirects to https://elsewhere/score?***" in message
 
 
+def test_a_redirect_on_the_same_host_shows_no_query_either(serve):
+    def reply(n: int, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(307)
+        handler.send_header("Location", "/other?key=hidden")
+        handler.end_headers()
+
+    endpoint = serve(reply)
+    assert f"it redirects to http://{endpoint.host}/other?***: name" in fails(endpoint.url)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -207,6 +244,11 @@ def test_a_redirect_is_named_and_not_followed(serve):
         (b'{"scores": [NaN, 1.0]}', "row 0 scored nan, not a finite number"),
         (b'{"scores": [0.0, -Infinity]}', "row 1 scored -inf, not a finite number"),
         ({"scores": ["x" * 10_000, 1.0]}, "row 0 scored 'xxx"),
+        ({"scores": [1.0, 10**400]}, "row 1 scored 1000"),
+        ({"scores": [-(10**400), 1.0]}, "row 0 scored -1000"),
+        (b"[" * 200_000 + b"]" * 200_000, "the JSON that came back is nested too deeply"),
+        (b"9" * 10_000, "no JSON came back but '999"),
+        ({"scores": "\ud800"}, r"scores is no list: '\ud800'"),
     ],
 )  # fmt: skip
 def test_what_came_back_is_no_list_of_scores(serve, content, message):
