@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from data_sources.fields import (
     Row,
@@ -34,6 +34,8 @@ TOOLS_UNSEEN = "tools column is not shown to the model"
 
 # Differences of log-odds are a few units; a larger number is another scale or a broken row.
 MOST_MARGIN = 1e6
+# Characters of a prompt from which on answers that begin with it are taken to repeat it.
+SHORTEST_REPEATED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ def preference(row: Row, columns: Columns, verbatim: bool) -> Normalised:
     else:
         chosen, rejected = (answer_of(row, columns[side]) for side in ("chosen", "rejected"))
         written = row.get(columns.get("prompt", ""))
-        if isinstance(written, str) and chosen.startswith(written) and rejected.startswith(written):
+        if _repeated(written, chosen, rejected):
             chosen, rejected = chosen[len(written) :], rejected[len(written) :]
             if not (chosen.strip() and rejected.strip()):
                 raise RowError("an answer only repeats the prompt")
@@ -204,6 +206,16 @@ def preference(row: Row, columns: Columns, verbatim: bool) -> Normalised:
         response = prompt.answer(text_of(row, columns["response"]), verbatim)
         record = replace(record, response=response)
     return Normalised((record,))
+
+
+def _repeated(prompt: object, chosen: str, rejected: str) -> TypeGuard[str]:
+    """Whether both answers are the whole text, prompt and answer.
+
+    Two answers to "Hi" may well begin with "Hi"; with a longer prompt that is no accident.
+    """
+    if not isinstance(prompt, str) or len(prompt.strip()) < SHORTEST_REPEATED:
+        return False
+    return chosen.startswith(prompt) and rejected.startswith(prompt)
 
 
 def _margin(row: Row) -> float | None:

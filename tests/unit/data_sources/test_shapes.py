@@ -13,6 +13,7 @@ from rlhf_app.errors import ConfigError
 U, A, S = "user", "assistant", "system"
 HH = "\n\nHuman: q\n\nAssistant:"
 
+LONG = "What is the answer to this?"
 # name, raw row, (messages, response, chosen, rejected)
 TABLE = [
     (
@@ -42,8 +43,14 @@ TABLE = [
     ),
     (
         "prompt + chosen + rejected",
-        {"prompt": "q ", "chosen": "q good", "rejected": "q bad"},
-        ([(U, "q")], None, "good", "bad"),
+        {"prompt": LONG + " ", "chosen": LONG + " good", "rejected": LONG + " bad"},
+        ([(U, LONG)], None, "good", "bad"),
+    ),
+    (
+        # Not a repeated prompt: people begin alike.
+        "prompt + chosen + rejected",
+        {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hi."},
+        ([(U, "Hi")], None, "Hi there!", "Hi."),
     ),
     (
         "prompt + chosen + rejected",
