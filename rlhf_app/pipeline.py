@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -43,6 +44,9 @@ from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.clock import LAUNCHED
+
+if TYPE_CHECKING:
+    from data_sources.embedded import EmbeddedTask
 
 
 def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
@@ -109,6 +113,18 @@ def use_embedded_default(config: RunConfig, run: RunDirectory, console: Console)
     _say(console, f"no --actor-model and no data: the built-in model and task in {run.embedded}")
     with quiet_libraries():
         task = prepare(run.embedded, config.seed)
+    return _with_task(config, task)
+
+
+def built_default(config: RunConfig) -> RunConfig | None:
+    """The settings pointed at the built-in model and task, or None where they are not built."""
+    from data_sources.embedded import find
+
+    task = find(RunDirectory(config.output_dir).embedded)
+    return None if task is None else _with_task(config, task)
+
+
+def _with_task(config: RunConfig, task: EmbeddedTask) -> RunConfig:
     return with_values(
         config,
         {

@@ -7,6 +7,6 @@ they keep to the things asked for, in their tone and in their form; `gold` measu
 from __future__ import annotations
 
 from data_sources.embedded.gold import gold
-from data_sources.embedded.task import EmbeddedTask, prepare
+from data_sources.embedded.task import EmbeddedTask, find, prepare
 
-__all__ = ["EmbeddedTask", "gold", "prepare"]
+__all__ = ["EmbeddedTask", "find", "gold", "prepare"]

@@ -22,6 +22,7 @@ HELD_OUT_SHARE = 0.15  # of all pairs of things: no held-out prompt asks about a
 LEAST_GAP = 0.15  # of gold between chosen and rejected
 LABEL_NOISE = 0.05  # of the training pairs are swapped; the evaluation's are not
 
+_MARKER = "built.json"
 _VERSION = 1  # raise it when the same seed gives other files
 
 
@@ -58,15 +59,9 @@ def prepare(directory: Path, seed: int) -> EmbeddedTask:
     Returns:
         The paths of the files.
     """
-    task = EmbeddedTask(
-        actor=directory / "base",
-        sft=directory / "sft.jsonl",
-        pairs=directory / "pairs.jsonl",
-        prompts=directory / "prompts.jsonl",
-        evaluation=directory / "evaluation.jsonl",
-    )
+    task = _task(directory)
     stamp = json.dumps({"version": _VERSION, "seed": seed})
-    marker = directory / "built.json"
+    marker = directory / _MARKER
     if marker.is_file() and marker.read_text(encoding="utf-8") == stamp:
         return task
     # Only this needs torch, and takes seconds to import it.
@@ -86,6 +81,25 @@ def prepare(directory: Path, seed: int) -> EmbeddedTask:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return task
+
+
+def find(directory: Path) -> EmbeddedTask | None:
+    """The task that lies in `directory`, of whatever seed; None without one of this version."""
+    try:
+        built = json.loads((directory / _MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return _task(directory) if built.get("version") == _VERSION else None
+
+
+def _task(directory: Path) -> EmbeddedTask:
+    return EmbeddedTask(
+        actor=directory / "base",
+        sft=directory / "sft.jsonl",
+        pairs=directory / "pairs.jsonl",
+        prompts=directory / "prompts.jsonl",
+        evaluation=directory / "evaluation.jsonl",
+    )
 
 
 def _data(task: EmbeddedTask, seed: int) -> Iterator[tuple[Path, Iterable[Mapping[str, str]]]]:

@@ -57,7 +57,7 @@ def execute(flags: options.Flags) -> None:
     from rich.console import Console
 
     from rlhf_app.config.load import load_config
-    from rlhf_app.pipeline import run_pipeline
+    from rlhf_app.pipeline import built_default, run_pipeline
     from rlhf_app.report.plan import print_plan
 
     values = flags.values
@@ -68,7 +68,8 @@ def execute(flags: options.Flags) -> None:
     for ignored in _without_effect(resolved.config):
         print(f"rlhf: warning: {ignored}", file=sys.stderr)
     if values["dry_run"]:
-        print_plan(resolved, console, force=values["force"])
+        built = built_default(resolved.config) if resolved.embedded else None
+        print_plan(resolved, console, force=values["force"], built=built)
         return
     try:
         run_pipeline(resolved, force=values["force"], console=console)

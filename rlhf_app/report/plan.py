@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rlhf_app.config.keys import flatten
 from rlhf_app.config.load import Resolved, with_values
@@ -16,11 +17,10 @@ from rlhf_app.config.schema import RunConfig, StageName, TrainableSettings
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.launch import worker_argv
 from rlhf_app.deployment.topology import Topology, count_gpus, plan_topology
-from rlhf_app.manifest import Manifest
 from rlhf_app.models.shapes import ModelShape, model_shape
 from rlhf_app.output_directory import check_output_directory
 from rlhf_app.preflight import check_inputs, check_sizes
-from rlhf_app.reuse import check_nothing_needed_is_removed, decide
+from rlhf_app.report.plan_stages import StagesPlan, plan_stages
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.url_secrets import without_secrets
@@ -49,16 +49,20 @@ class ModelLine:
     trained: str
 
 
-def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
+def print_plan(
+    resolved: Resolved, console: Console, *, force: bool, built: RunConfig | None = None
+) -> None:
     """Print what `rlhf train` would do, and change nothing.
 
     Args:
         resolved: the settings and where they came from.
         console: where to.
         force: as for the run.
+        built: of the embedded default, the settings with its files, where they exist.
 
     Raises:
-        ConfigError: the run would be refused; a GPU need not be present for the plan.
+        ConfigError: the run would be refused for what it was given; a GPU need not be present for
+            the plan. Finished stages that would change are part of the plan.
     """
     config = resolved.config
     topology = plan_topology(config.deployment, _gpus(config))
@@ -70,7 +74,9 @@ def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
     else:
         check_inputs(config, run)
     models = _models_table(config, run, topology)
-    commands = command_lines(resolved, run, topology, force=force)
+    # Without its files the content of the embedded default cannot be compared.
+    compared = built if resolved.embedded else config
+    stages = StagesPlan() if compared is None else plan_stages(compared, run, force=force)
     _print(console, "# Settings that are not the default")
     for line in changed_settings(resolved):
         _print(console, f"  {line}")
@@ -86,8 +92,15 @@ def print_plan(resolved: Resolved, console: Console, *, force: bool) -> None:
         for line in reward_lines(config):
             _print(console, f"  {line}")
     _print(console, "\n# Commands")
-    for line in commands:
+    for line in command_lines(config, run, topology, stages):
         _print(console, line)
+    if stages.lines:
+        _print(console, f"\n# Stages in {run.path}")
+    for line in stages.lines:
+        _print(console, f"  {line}")
+    if stages.refusal is not None:
+        refusal = Text(f"The run would stop: {stages.refusal}", style="bold red")
+        console.print(refusal, soft_wrap=True)
 
 
 def changed_settings(resolved: Resolved) -> list[str]:
@@ -180,20 +193,12 @@ def batch_lines(config: RunConfig, topology: Topology) -> list[str]:
 
 
 def command_lines(
-    resolved: Resolved, run: RunDirectory, topology: Topology, *, force: bool
+    config: RunConfig, run: RunDirectory, topology: Topology, stages: StagesPlan
 ) -> list[str]:
     """The worker command of each stage, or why none is needed."""
-    config = resolved.config
-    reused: set[StageName] = set()
-    # The embedded model and data need not exist yet, so their content cannot be compared.
-    if run.manifest.is_file() and not resolved.embedded:
-        manifest = Manifest.load(run.manifest, force=force)
-        decisions = decide(config, run, manifest, force=force)
-        check_nothing_needed_is_removed(config, run, decisions)
-        reused = {decision.stage for decision in decisions if decision.action == "reuse"}
     return [
         f"  {stage}: reused, unchanged"
-        if stage in reused
+        if stage in stages.reused
         else f"  {stage}: {shlex.join(worker_argv(topology, run.path, stage))}"
         for stage in config.stages
     ]

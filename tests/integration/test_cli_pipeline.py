@@ -48,6 +48,8 @@ def make(stage):
         writer.close()
         artifact = run.artifact(stage)
         artifact.mkdir()
+        if stage == "ppo":
+            run.critic.mkdir()
         # Depends on the seed, as weights do.
         text = json.dumps({"seed": config.seed, "epochs": config.sft.epochs})
         (artifact / "config.json").write_text(text)
@@ -149,8 +151,22 @@ def test_changed_settings_need_force(
     )
     assert (tmp_path / "out" / "config.yaml").read_text() == saved
     assert order(tmp_path) == ["sft", "reward", "ppo"]
+    planned = run_cli(*changed, "--dry-run", env=stand_ins)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.splitlines()[-5:] == [
+        "# Stages in out",
+        "  sft: finished, would be reused",
+        "  reward: finished, would be done again, with --force alone",
+        "  ppo: finished, would be done again, with --force alone",
+        "The run would stop: " + refused.stderr.removeprefix("rlhf: error: ").strip(),
+    ]
     planned = run_cli(*changed, "--force", "--dry-run", env=stand_ins)
     assert "sft: reused, unchanged" in planned.stdout
+    assert "reward: finished, would be done again\n" in planned.stdout
+    assert "would stop" not in planned.stdout
+    planned = run_cli(*command, "--dry-run", env=stand_ins)
+    assert planned.stdout.count("finished, would be reused") == 3
+    assert order(tmp_path) == ["sft", "reward", "ppo"]
     forced = run_cli(*changed, "--force", env=stand_ins)
     assert forced.returncode == 0, forced.stderr
     assert "sft: reused, unchanged" in forced.stdout

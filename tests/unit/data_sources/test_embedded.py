@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_sources.embedded import EmbeddedTask, gold, prepare
+from data_sources.embedded import EmbeddedTask, find, gold, prepare
 from data_sources.embedded.task import EVALUATION_ROWS, PAIR_ROWS, PROMPT_ROWS, SFT_ROWS
 
 ASKED = "Tell me about the lamp and the river.\n"
@@ -140,6 +140,13 @@ def test_same_seed_same_bytes(task: EmbeddedTask, tmp_path: Path) -> None:
         "evaluation.jsonl",
     }
     assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+def test_find_builds_nothing(task: EmbeddedTask, tmp_path: Path) -> None:
+    assert find(task.actor.parent) == task
+    assert find(tmp_path) is None
+    (tmp_path / "built.json").write_text('{"version": 0, "seed": 7}')
+    assert find(tmp_path) is None
 
 
 def test_prepare_reuses_only_what_the_seed_built(tmp_path: Path) -> None:
