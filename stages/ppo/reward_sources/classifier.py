@@ -115,7 +115,12 @@ class ClassifierReward:
     def _logits(self, rows: Sequence[dict[str, list[int]]]) -> torch.Tensor:
         """Logits (B, C) in fp32 of rows padded on the right, where every family reads well."""
         padding = self._padding_id(rows)
-        width = max(len(row["input_ids"]) for row in rows)
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = max(lengths)
+        if min(lengths) < width and padding >= self._model.get_input_embeddings().num_embeddings:
+            # The rows use every id that the model can read: one length at a time needs no other.
+            groups = itertools.groupby(rows, key=lambda row: len(row["input_ids"]))
+            return torch.cat([self._logits(list(group)) for _, group in groups])
         fill = {"input_ids": padding, "attention_mask": 0, "token_type_ids": 0}
         batch = {
             name: torch.tensor(
@@ -137,7 +142,8 @@ class ClassifierReward:
         """The model's own, by which decoders find the last token of a row.
 
         A model without one reads the very last token. Any id that no row has gives the same in
-        a batch; its tokenizer's would hide a last token that is the same (EOS as padding).
+        a batch; its tokenizer's would hide a last token that is the same (EOS as padding). Where
+        the rows have all ids, that is one behind the vocabulary.
         """
         own = self._model.config.get_text_config().pad_token_id
         if own is not None:

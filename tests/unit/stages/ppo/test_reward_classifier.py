@@ -167,6 +167,19 @@ def test_complaint_peers9_a_score_does_not_depend_on_padding_or_neighbours(tmp_p
             assert found.tolist() == pytest.approx([expected[i] for i in order], abs=1e-5)
 
 
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_batch_that_uses_the_whole_vocabulary_of_a_model_without_padding(tmp_path, rows):
+    """18 ids: no one is left that could stand for padding."""
+    path = save(tmp_path, "llama", 1, pad_token_id=None, vocab_size=18)
+    pairs = [
+        ("what is good bad very", " [UNK] [CLS] [SEP] [PAD]"), ("a b c", " [U] [B] </s>"),
+        ("what", " a"), ("b", " c"),
+    ]  # fmt: skip
+    expected = [plain(path, f"user : {q} bot :{a}").item() for q, a in pairs]
+    assert len(set(expected)) == len(pairs)
+    assert load(path, rows)(answers(*pairs)).tolist() == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_what_is_too_long_loses_its_beginning_and_is_counted(tmp_path, family):
     path = save(tmp_path, family, 1)  # 16 positions
