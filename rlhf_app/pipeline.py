@@ -38,7 +38,7 @@ from rlhf_app.manifest import (
     versions,
 )
 from rlhf_app.output_directory import open_output_directory
-from rlhf_app.preflight import check_inputs, check_sizes
+from rlhf_app.preflight import check_inputs, check_named, check_sizes
 from rlhf_app.report.final_table import print_final_table
 from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
@@ -68,7 +68,9 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
     check_topology(topology, gpus)
     check_sizes(config, topology.num_processes)
     run = RunDirectory(config.output_dir)
-    if not resolved.embedded:
+    if resolved.embedded:
+        check_named(config)
+    else:
         check_inputs(config, run)
     with open_output_directory(run, force=force) as manifest:
         if resolved.embedded:

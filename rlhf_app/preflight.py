@@ -15,7 +15,10 @@ from rlhf_app.reward_checks import check_rewards, check_scorer
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
+_DATA_SUFFIXES = (
+    *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt"),
+    *(".parquet", ".arrow", ".gz", ".zst"),
+)
 
 
 def check_sizes(config: RunConfig, num_processes: int) -> None:
@@ -124,19 +127,37 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
         stage_inputs(config, run, stage)  # raises where a model is neither named nor made
     if config.model.actor is not None:
         _check_model("--actor-model", config.model.actor)
-    if config.model.reward is not None:
-        _check_model("--reward-model", config.model.reward)
     for stage in config.stages:
         own: tuple[SourceConfig, ...] = getattr(config.data, stage)
         if not own and not config.data.sources:
             raise ConfigError(f"{stage} has no data: name some with --data or --{stage}-data")
         _check_share(config, stage)
+    _check_text(config)
+    check_named(config)
+    _check_lengths(config, run)
+    if "ppo" in config.stages and config.ppo.keep_best == "gold" and config.gold.scorer is None:
+        raise ConfigError(
+            "ppo.keep_best = gold: there is no gold scorer; name one with --gold module:function, "
+            "or set ppo.keep_best to reward"
+        )
+
+
+def check_named(config: RunConfig) -> None:
+    """Whatever the user named must be there, the actor apart; also for the built-in task.
+
+    Args:
+        config: the run's settings.
+
+    Raises:
+        ConfigError: names the flag or setting and the fix.
+    """
+    if config.model.reward is not None:
+        _check_model("--reward-model", config.model.reward)
     for source in config.ppo.ptx_data:
         if source.only_stages:
             raise ConfigError(
                 f"ppo.ptx_data {source.path}: stages and prompts_only belong to data.sources"
             )
-    _check_text(config)
     for flag, sources in (
         ("--data", config.data.sources),
         ("--sft-data", config.data.sft),
@@ -149,12 +170,6 @@ def check_inputs(config: RunConfig, run: RunDirectory) -> None:
             _check_source(flag, source)
     if config.data.chat_template is not None:
         check_template(config.data.chat_template)
-    _check_lengths(config, run)
-    if "ppo" in config.stages and config.ppo.keep_best == "gold" and config.gold.scorer is None:
-        raise ConfigError(
-            "ppo.keep_best = gold: there is no gold scorer; name one with --gold module:function, "
-            "or set ppo.keep_best to reward"
-        )
 
 
 def _check_text(config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from rlhf_app.deployment.launch import worker_argv
 from rlhf_app.deployment.topology import Topology, count_gpus, plan_topology
 from rlhf_app.models.shapes import ModelShape, model_shape
 from rlhf_app.output_directory import check_output_directory
-from rlhf_app.preflight import check_inputs, check_sizes
+from rlhf_app.preflight import check_inputs, check_named, check_sizes
 from rlhf_app.report.plan_stages import StagesPlan, plan_stages
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
@@ -70,6 +70,7 @@ def print_plan(
     run = RunDirectory(config.output_dir)
     check_output_directory(run)
     if resolved.embedded:
+        check_named(config)
         config = with_values(config, {"model.actor": BUILT_IN})
     else:
         check_inputs(config, run)

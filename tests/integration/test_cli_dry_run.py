@@ -89,6 +89,11 @@ BAD = [
     (["train", "--preset", "none"], "--preset none: unknown"),
     (["train", "--step", "4"], "--step 4: '4' is no stage"),
     (["train", "--gold", "nocolon"], "--gold nocolon: expected module:function"),
+    (
+        ["train", "--set", "ppo.ptx_data=[no.jsonl]", "--set", "ppo.ptx_coef=1", "--dry-run"],
+        "ppo.ptx_data no.jsonl: no such file or directory",
+    ),
+    (["train", "--reward-model", "./none", "--dry-run"], "--reward-model ./none: no such"),
     (["train", "--data", "x.jsonl"], "name the base model with --actor-model"),
     (["ppo", "--actor-model", "a/b"], "PPO needs a reward model"),
     (["train", "--actor-zero-stage", "7"], "(from --actor-zero-stage): expected 0, 1, 2 or 3"),
