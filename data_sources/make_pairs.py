@@ -44,6 +44,7 @@ class PairCounts:
         prompts: how many.
         answers: sampled answers.
         tokens: sampled tokens, stop tokens included.
+        ended: answers that end with a stop token; the others were cut.
         rows: pairs, or best answers, that were kept.
         small_gap: prompts of which no two answers lie far enough apart.
         changed: answers whose text does not encode to the sampled ids; left out.
@@ -56,6 +57,7 @@ class PairCounts:
     prompts: int = 0
     answers: int = 0
     tokens: int = 0
+    ended: int = 0
     rows: int = 0
     small_gap: int = 0
     changed: int = 0
@@ -63,6 +65,11 @@ class PairCounts:
     score_sum: float = 0.0
     best_sum: float = 0.0
     best: int = 0
+
+    @property
+    def ended_share(self) -> float:
+        """Share of answers that end by themselves."""
+        return self.ended / max(self.answers, 1)
 
     @property
     def mean_score(self) -> float:
@@ -147,6 +154,7 @@ class AnswerSource:
         counts.prompts += 1
         counts.answers += len(answers)
         counts.tokens += sum(len(answer.ids) for answer in answers)
+        counts.ended += sum(bool({*a.ids[-1:]} & {*self.fmt.stop_ids}) for a in answers)
         counts.score_sum += sum(answer.score for answer in answers)
         kept = []
         for answer in answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from data_sources.pair_job import PairReport
 
 _PROMPTS, _SAMPLING, _PAIRS = "Prompts", "Sampling", "Pairs"
+_FEW_ENDS = 0.05  # share of answers below which SFT learns no end from them
 
 
 def make_pairs(
@@ -180,6 +182,14 @@ def make_pairs(
         console,
     )
     _print_report(console, report, out, eval_out, settings.best_of)
+    if not no_eos and report.train.ended_share < _FEW_ENDS:
+        print(
+            f"rlhf: warning: {1 - report.train.ended_share:.0%} of the answers were cut by "
+            f"--max-new-tokens {max_new_tokens}: SFT on them does not learn to end, and PPO then "
+            "takes ppo.missing_eos_penalty from every answer; raise --max-new-tokens, or train "
+            "with ppo.stop_at_eos=false (and make the pairs with --no-eos)",
+            file=sys.stderr,
+        )
 
 
 def _limit(text: str) -> int | None:
@@ -196,6 +206,7 @@ def _cells(counts: PairCounts, best_of: bool) -> dict[str, str]:
         "prompts": f"{counts.prompts:,}",
         "answers": f"{counts.answers:,}",
         "tokens per answer": f"{counts.tokens / max(counts.answers, 1):.1f}",
+        "answers with an end": f"{counts.ended_share:.1%}",
         "mean score": f"{counts.mean_score:.3f}",
         "mean score of the best": f"{counts.mean_best:.3f}",
         "text round trip": f"{counts.round_trip:.1%}",

@@ -110,13 +110,14 @@ def signs(start: Numbers, now: Numbers, limits: Thresholds = THRESHOLDS) -> dict
         )
     elif ends < limits.eos_rate:
         found["never_ends"] = (
-            f"{ends:.0%} of the answers end by themselves: raise ppo.max_response_length, or "
-            "train SFT longer so that it learns to end"
+            f"{ends:.0%} of the answers end by themselves: raise ppo.max_response_length, train "
+            "SFT (longer) on answers that have an end, or let all have the same length with "
+            "ppo.stop_at_eos=false"
         )
     if value("reward_std") < limits.reward_std:
         found["reward_std"] = (
             f"every answer of the rollout has the same reward ({value('reward'):.3f}): there is "
-            "nothing to learn from; look at the reward model and ppo.reward_clip"
+            "nothing to learn from; look at what gives the reward, and at its clip"
         )
     correlation = value("reward_length_correlation")
     if correlation > limits.length_correlation:
@@ -159,7 +160,7 @@ def is_hacking(
         return None
     return (
         f"reward rose from {before('reward'):.3f} to {after('reward'):.3f} while gold fell from "
-        f"{before('gold'):.3f} to {after('gold'):.3f}: the policy exploits the reward model; "
+        f"{before('gold'):.3f} to {after('gold'):.3f}: the policy exploits the reward; "
         "raise ppo.kl_coef, set ppo.stop_kl, or keep the best with ppo.keep_best gold"
     )
 

@@ -108,6 +108,8 @@ def test_best_answers_are_sft_rows(task: EmbeddedTask, tmp_path: Path, run_cli: 
     model = ["--model", str(task.actor), "--scorer", "vowel_scores.py:vowels"]
     done = run_cli("data", "make-pairs", *model, *files, *flags)
     assert done.returncode == 0, done.stderr
+    # A random model hardly ever ends within three tokens.
+    assert "answers were cut by --max-new-tokens 3: SFT on them" in done.stderr
     path = tmp_path / "best.jsonl"
     records, _ = load_source(SourceConfig(path=str(path)), verbatim=False, max_bad_fraction=0)
     assert len(records) >= 15
@@ -175,6 +177,7 @@ def test_stories_of_a_trained_model(
         *("--self-prompts", "160", "--eval-prompts", "40"),
     )
     assert done.returncode == 0, done.stderr
+    assert "were cut" not in done.stderr
     evaluation = rows(held_out)
     assert len({row["prompt"] for row in evaluation}) == 40
     tokenizer = AutoTokenizer.from_pretrained(model)

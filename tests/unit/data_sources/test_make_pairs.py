@@ -147,6 +147,7 @@ def test_pairs_of_a_scripted_model_by_hand() -> None:
     ]
     assert (counts.prompts, counts.answers, counts.rows) == (3, 9, 1)
     assert (counts.small_gap, counts.empty, counts.changed) == (2, 2, 0)
+    assert (counts.ended, counts.ended_share) == (9, 1.0)
     # 2+0+1 + 1+1+1 + 0; tokens: the letters and nine EOS.
     assert counts.mean_score == pytest.approx(6 / 9)
     assert counts.tokens == (2 + 1 + 1) + (1 + 2 + 2) + (0 + 0 + 1) + 9
@@ -250,6 +251,7 @@ def test_answers_cut_by_length_keep_no_end_token() -> None:
     answered = source(model).answer(OPENINGS[:1], 0, counts)
     (row,) = training_rows(answered, PairSettings(0.25, 1, False), "h", counts)
     assert (row["chosen_ids"], row["rejected_ids"]) == ([3, 3], [2])
+    assert (counts.answers, counts.ended) == (3, 0)
     assert counts.round_trip == 1.0
 
 

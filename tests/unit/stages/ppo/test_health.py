@@ -104,6 +104,14 @@ def test_answers_that_may_not_end_are_no_sign():
     assert watch.warnings == []
 
 
+def test_advice_fits_any_reward_and_answers_without_an_end():
+    texts = signs(START, END | {"eos_rate": 0.0, "reward_std": 0.0})
+    assert "ppo.stop_at_eos=false" in texts["never_ends"]
+    hacking = is_hacking(evaluation(0.0, 0.5), evaluation(2.0, 0.1), 256)
+    for text in (texts["reward_std"], hacking):
+        assert "reward model" not in text
+
+
 def test_a_restored_watch_goes_on():
     bad = END | {"entropy": 0.01}
     first, second = Health(), Health()
