@@ -37,6 +37,12 @@ def setting_keys() -> tuple[str, ...]:
     return tuple(key for key, field in all_fields().items() if section_type(field) is None)
 
 
+# Of other trainers; any of them would cut the support that the log-probs are computed on.
+_NOT_IN_ROLLOUTS = frozenset(
+    {"top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"}
+)
+
+
 def did_you_mean(key: str) -> str:
     """A hint such as `; did you mean ppo.kl_coef?`, or an empty string.
 
@@ -45,6 +51,11 @@ def did_you_mean(key: str) -> str:
     """
     known = list(all_fields())
     leaf = key.rpartition(".")[2]
+    if leaf in _NOT_IN_ROLLOUTS:
+        return (
+            "; rollouts sample from the whole distribution and have no such setting "
+            "(docs/ppo_details.md, 14)"
+        )
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if 0 < len(same_leaf) <= 3:
         return f"; did you mean {' or '.join(same_leaf)}?"

@@ -84,6 +84,8 @@ def test_embedded_default(run_cli: Run, tmp_path: Path) -> None:
 BAD = [
     (["train", "--actor-model", "./none"], "--actor-model ./none: no such directory"),
     (["train", "--set", "sft.batch_sise=8"], "did you mean sft.batch_size?"),
+    (["train", "--set", "ppo.top_p=0.9"], "rollouts sample from the whole distribution"),
+    (["train", "--set", "ppo.repetition_penalty=2"], "have no such setting (docs/ppo_details.md"),
     (["train", "--set", "sft.batch_size=33"], "is not divisible by"),
     (["train", "--config", "none.yaml"], "none.yaml: no such configuration file"),
     (["train", "--preset", "none"], "--preset none: unknown"),
