@@ -164,9 +164,10 @@ def parse_reward_source(text: str) -> dict[str, object]:
     """Read the short form of a source, as `--reward-source` has it.
 
     `model`, an address, `module:function`, `file.py:function`, or a classifier's directory or
-    Hub id; all but addresses may end in `=weight`.
+    Hub id; each may end in `=weight`, but for addresses with a query, whose own that would be.
     """
-    if text.lower().startswith(("http://", "https://")):
+    address = text.lower().startswith(("http://", "https://"))
+    if address and "?" in text:
         return {"http": text}
     spec, equals, weight = text.rpartition("=")
     values: dict[str, object] = {}
@@ -179,6 +180,8 @@ def parse_reward_source(text: str) -> dict[str, object]:
         spec = text
     if not spec.strip():
         raise ValueError(f"expected {_FORMS}")
+    if address:
+        return {"http": spec, **values}
     if spec == "model":
         return {"model": True, **values}
     if names_function(spec):

@@ -27,6 +27,8 @@ def sources(text: str) -> tuple[RewardSource, ...]:
         ("dir/my.py:score=-0.5", [{"function": "dir/my.py:score", "weight": -0.5}]),
         ("pkg.module:object.method", [{"function": "pkg.module:object.method"}]),
         ("http://h:5/score?k=0.5", [{"http": "http://h:5/score?k=0.5"}]),  # no weight in there
+        ("http://h:5/score=0.5", [{"http": "http://h:5/score", "weight": 0.5}]),
+        ("http://h:5/a=b", [{"http": "http://h:5/a=b"}]),
         ("owner/model", [{"classifier": "owner/model"}]),
         ("./model", [{"classifier": "./model"}]),
         ("./a=b", [{"classifier": "./a=b"}]),
