@@ -59,8 +59,6 @@ def _with_imports(first: Path, module: str) -> list[Path]:
 def _files(root: Path, module: str) -> list[Path]:
     """The files that importing a dotted module runs, as far as they lie below a directory."""
     parts = module.split(".")
-    if parts[0] in _NOT_THE_USERS:
-        return []
     names = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
     files = [file for name in names for file in (name / "__init__.py", name.with_suffix(".py"))]
     return [file for file in files if file.is_file()]
@@ -69,14 +67,17 @@ def _files(root: Path, module: str) -> list[Path]:
 def _imports(path: Path) -> Iterator[str]:
     """Dotted names of absolute imports, anywhere in a file: some run in the function alone."""
     for node in _nodes(path):
+        names = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             # What is imported from a package may be a module of it.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if name.split(".")[0] not in _NOT_THE_USERS)
 
 
 def _relative(path: Path) -> Iterator[Path]:
+    """Files that the relative imports of a file run."""
     for node in _nodes(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             package = path.parents[min(node.level, len(path.parents)) - 1]

@@ -203,6 +203,7 @@ IMPORTED = [
     ("pk:score", {"pk/__init__.py": ""}, "pk/__init__.py"),
     ("pk:score", {"pk/__init__.py": "from .how import score", "pk/how.py": ""}, "pk/how.py"),
     ("pk:score", {"pk/__init__.py": "from pk import how", "pk/how.py": ""}, "pk/how.py"),
+    ("pk:score", {"pk/__init__.py": "from .json import score", "pk/json.py": ""}, "pk/json.py"),
     ("pk.how:score", {"pk/__init__.py": "", "pk/how.py": ""}, "pk/__init__.py"),
     ("space.how:score", {"space/how.py": ""}, "space/how.py"),
     ("one:score", {"one.py": "import two", "two.py": "import deep.three", "deep/three.py": ""},
