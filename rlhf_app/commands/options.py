@@ -61,7 +61,8 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
-        help=f"Data split over the stages ({_SOURCE_HELP}; default: Dahoas/rm-static).",
+        help=f"Data split over the stages ({_SOURCE_HELP}; default: the "
+        "built-in task, with --actor-model Dahoas/rm-static).",
         rich_help_panel=_DATA,
     ),
 ]

@@ -19,7 +19,7 @@ class PPOConfig(Section):
     actor: PolicySettings = Field(default_factory=PolicySettings, description="The policy.")
     critic: CriticSettings = Field(default_factory=CriticSettings, description="The value model.")
     updates: int | None = Field(
-        None, ge=1, description="Rollout-and-update iterations; unset: one pass over the prompts."
+        None, ge=1, description="Rollout-and-update iterations; unset: one pass over the rows."
     )
     rollout_batch_size: int = Field(64, ge=1, description="Answers per update, all ranks.")
     answers_per_prompt: int = Field(

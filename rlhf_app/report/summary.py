@@ -8,7 +8,8 @@ Keys, each present when its stage is finished in the run directory:
                                     (loading), engine, training, generation, scoring, evaluation,
                                     saving
     stages.<name>.artifact          directory of what it made
-    stages.<name>.rows.train        rows (PPO: prompts) trained on; rows.eval: held out
+    stages.<name>.rows.train        rows trained on (PPO: prompts, repeated ones counted);
+                                    rows.eval: held out
     stages.<name>.rows.dropped      reason -> rows left out or cut
     <name>.kept.{step,metric,value} with keep_best: the evaluation whose weights are the artifact;
                                     the numbers below are then those of that evaluation
