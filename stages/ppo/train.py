@@ -71,7 +71,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     if ppo.critic_warmup_updates >= updates:
         raise ConfigError(
             f"ppo.critic_warmup_updates = {ppo.critic_warmup_updates} leaves the actor none of the "
-            f"{updates} updates of one pass over the prompts: lower it, or set ppo.updates"
+            f"{updates} updates of one pass over the rows: lower it, or set ppo.updates"
         )
     clock.lap("data")
     parts = load_parts(config, inputs, dist)
