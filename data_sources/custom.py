@@ -13,7 +13,7 @@ from data_sources.records import Record
 from data_sources.shapes import Shape
 from rlhf_app.config.functions import names_function
 from rlhf_app.errors import ConfigError
-from rlhf_app.functions import load_function
+from rlhf_app.functions import load_function, same_directory
 
 LEFT_OUT = "left out by the normaliser"
 _KEYS = ("prompt", "messages", "system", "input", "response", "chosen", "rejected", "margin")
@@ -49,8 +49,9 @@ def _calling(
 ) -> Callable[[Mapping[str, Any], Columns, bool], Normalised]:
     def normalised(row: Mapping[str, Any], columns: Columns, verbatim: bool) -> Normalised:
         try:
-            made = function(dict(row))
-        except Exception as error:
+            with same_directory():
+                made = function(dict(row))
+        except (Exception, SystemExit) as error:
             raise RowError(
                 "the normaliser failed", f"{type(error).__name__}: {error}"[:80]
             ) from error

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import datasets
 import fsspec
@@ -359,6 +360,22 @@ def to_record(row):
     return {"messages": [{"role": "user", "content": row["q"]},
                          {"role": "assistant", "content": "hello"}]}
 """
+
+
+def test_a_normaliser_that_leaves_the_program_or_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends.py").write_text(
+        "import os, sys\n"
+        "def f(row):\n"
+        "    os.chdir('/')\n"
+        "    return {'prompt': row['q']} if row['q'] else sys.exit(3)\n"
+    )
+    (tmp_path / "a.jsonl").write_bytes(lines([{"q": ""}, {"q": "what"}]))
+    source = SourceConfig(path="a.jsonl", normaliser="ends.py:f")
+    records, counts = load_source(source, verbatim=False, max_bad_fraction=0.5)
+    assert [r.messages for r in records] == [(Message("user", "what"),)]
+    assert counts.unusable == {"the normaliser failed": 1}
+    assert Path.cwd() == tmp_path
 
 
 def test_a_normaliser_makes_records_of_any_kind(tmp_path, monkeypatch):
