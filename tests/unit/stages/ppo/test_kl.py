@@ -105,7 +105,7 @@ RLOO = {"advantage_estimator": "rloo", "answers_per_prompt": 2}
         ({"answers_per_prompt": 3}, "rollout_batch_size 64 is not divisible by answers_per_prompt"),
         ({"advantage_estimator": "rloo"}, "set answers_per_prompt to 2 or more"),
         ({"advantage_estimator": "group"}, "set answers_per_prompt to 2 or more"),
-        (RLOO | {"gamma": 0.9}, "has no discount: set gamma to 1"),
+        (RLOO | {"gamma": 0.9}, "has no discount: set ppo.gamma to 1"),
         (RLOO | {"whiten_rewards": True}, "no per-token rewards: set whiten_rewards to false"),
         (RLOO | {"critic_warmup_updates": 1}, "no critic to warm up"),
         ({"advantage_estimator": "reinforce_pp", "critic_warmup_updates": 1}, "no critic to warm"),
