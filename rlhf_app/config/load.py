@@ -129,6 +129,11 @@ def load_config(
     embedded = actor is None and not has_data
     if actor is None and has_data:
         raise ConfigError("model.actor is unset: name the base model with --actor-model")
+    if embedded and given.values.get("data.eval"):
+        raise ConfigError(
+            "--eval-data (data.eval) without a model: the built-in task has evaluation data of its "
+            "own; name the base model with --actor-model, or leave --eval-data out"
+        )
     deployment = given.values.get("deployment.type")
     if preset is None:
         preset = "tiny_cpu" if embedded else None

@@ -77,6 +77,11 @@ def test_preset_follows_from_the_arguments(
     assert (resolved.preset, resolved.embedded) == (preset, embedded)
 
 
+def test_evaluation_data_is_not_swapped_for_the_built_in_one() -> None:
+    with pytest.raises(ConfigError, match="without a model"):
+        load_config(overrides=[parse_set("data.eval=[e.jsonl]")])
+
+
 def test_a_named_actor_without_data_gets_the_default_data() -> None:
     assert [s.path for s in load_config(overrides=[ACTOR]).config.data.sources] == [DEFAULT_DATA]
     with_own = load_config(overrides=[ACTOR, parse_set("data.ppo=[p.jsonl]")])

@@ -1,17 +1,23 @@
-"""Ranks as threads of one process: enough for code that only adds numbers over them."""
+"""Process groups of one, ranks as threads of one process, and the models of test_collect.py.
+
+Threads are enough for code that only adds numbers over ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Barrier
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_app.training.distributed import Dist
+from rlhf_app.training.distributed import Dist, close, setup
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,22 @@ def on_ranks() -> Callable[[int, Callable[[Dist], Any]], list[Any]]:
             return list(pool.map(run, places))
 
     return start
+
+
+@pytest.fixture
+def dist() -> Iterator[Dist]:
+    """A process group of this process alone."""
+    yield setup()
+    close()
+
+
+@pytest.fixture(scope="module")
+def cases() -> ModuleType:
+    """test_collect.py: it builds four small models and rolls them out."""
+    path = Path(__file__).with_name("test_collect.py")
+    specification = importlib.util.spec_from_file_location("collect_cases", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module

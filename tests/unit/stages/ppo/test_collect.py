@@ -13,7 +13,6 @@ from rlhf_app.config.schema import CriticSettings, HybridEngineSettings, PolicyS
 from rlhf_app.models.scalar_head import ScalarHead, ScalarHeadModel, ScoreStats
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.deepspeed_config import engine_for
-from rlhf_app.training.distributed import close, setup
 from stages.ppo.models import PPOModels, fold_normalisation
 from stages.ppo.reward import RewardScorer
 from stages.ppo.rollout import collect
@@ -28,12 +27,6 @@ class IdFormat:
     """Stands in for a chat format where no text is needed."""
 
     stop_ids: tuple[int, ...] = (EOS,)
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 def build(ppo: PPOConfig, dist, init_std: float = 0.3) -> PPOModels:

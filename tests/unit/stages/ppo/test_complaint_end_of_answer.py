@@ -5,16 +5,13 @@ The end token's id is that of the padding throughout: 0.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_app.hybrid_engine import HybridEngine, Rollout
 from rlhf_app.models.scalar_head import ScoreStats
-from rlhf_app.training.distributed import close, setup
 from stages.ppo.reward import RewardScorer
 from stages.ppo.update import update_models
 
@@ -30,21 +27,6 @@ TABLE = {
     "no EOS, short": [5, 6],
     "the same id as a prompt's last": [3, EOS],
 }
-
-
-@pytest.fixture(scope="module")
-def cases():
-    path = Path(__file__).with_name("test_collect.py")
-    spec = importlib.util.spec_from_file_location("collect_cases", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 class Position:

@@ -21,7 +21,6 @@ from rlhf_app.models.scalar_head import (
     new_scalar_model,
     save_scalar_model,
 )
-from rlhf_app.training.distributed import close, setup
 from stages.ppo.models import load_models
 from stages.ppo.rollout import collect
 from stages.ppo.update import update_models
@@ -31,12 +30,6 @@ PROMPTS = [
     PromptExample(str(i), [1, *range(3, 4 + i % 5)], "", Record((Message("user", ""),)))
     for i in range(8)
 ]
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 @pytest.fixture

@@ -1,34 +1,16 @@
 """What users of other PPO trainers reported on steps, scaling and units, each as a test."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_app.config.schema import CriticSettings, PolicySettings, PPOConfig
-from rlhf_app.training.distributed import close, setup
 from stages.ppo.advantages import moments, whiten
 from stages.ppo.experience import AnswerTable, Experience
 from stages.ppo.kl import KLController
 from stages.ppo.rollout import collect
 from stages.ppo.update import update_models
-
-
-@pytest.fixture(scope="module")
-def cases():
-    path = Path(__file__).with_name("test_collect.py")
-    spec = importlib.util.spec_from_file_location("collect_cases", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 @pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 1), (1, 4), (4, 1), (4, 4)])

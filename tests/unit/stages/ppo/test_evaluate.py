@@ -18,7 +18,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.scalar_head import ScalarHead, ScalarHeadModel, ScoreStats
 from rlhf_app.training.accumulate import NonFiniteError
 from rlhf_app.training.deepspeed_config import engine_for
-from rlhf_app.training.distributed import close, setup
+from rlhf_app.training.distributed import setup
 from stages.ppo.evaluate import HeldOutAnswer, PolicyReport, evaluate_policy
 from stages.ppo.held_out import sample_rows
 from stages.ppo.models import PPOModels
@@ -91,12 +91,6 @@ class IdFormat:
 
     def decode(self, ids):
         return " ".join(map(str, ids))
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 def settings(**changes):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_app.hybrid_engine.host_reads import HostReads
-from rlhf_app.training.distributed import close, setup
 from rlhf_app.training.phases import PhaseClock
 from stages.ppo.update import update_models
 
@@ -18,21 +15,6 @@ from stages.ppo.update import update_models
 QUIET = {
     "old", "reference", "values", "reward", "actor_forward_backward", "critic_forward_backward",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cases():
-    path = Path(__file__).with_name("test_collect.py")
-    spec = importlib.util.spec_from_file_location("collect_cases", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from rlhf_app.models.scalar_head import (
     new_scalar_model,
     save_scalar_model,
 )
-from rlhf_app.training.distributed import close, setup
 from rlhf_app.training.saving import gather_state_dict
 from stages.ppo.models import PPOModels, load_models
 from stages.ppo.rollout import collect
@@ -30,12 +29,6 @@ PROMPTS = [
     PromptExample(str(i), [1, *range(3, 4 + i % 5)], "", Record((Message("user", ""),)))
     for i in range(8)
 ]
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 def save_tokenizer(path: Path, words: int) -> tf.PreTrainedTokenizerFast:

@@ -16,7 +16,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import EncodedAnswer
 from rlhf_app.training.accumulate import AddedLoss, optimizer_step
 from rlhf_app.training.deepspeed_config import engine_for
-from rlhf_app.training.distributed import Dist, close, setup
+from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
 from stages.ppo.ptx import EMPTY_TEXT, TextMix, text_rows
 
@@ -195,12 +195,6 @@ def test_rows_come_from_sft_unless_named_and_never_from_what_is_held_out(tmp_pat
 def test_settings_without_effect_are_refused(setting):
     with pytest.raises(ValueError, match=r"has no effect while ptx_coef is 0"):
         config(ppo=setting)
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 def test_the_objective_is_the_policy_loss_plus_the_weighted_mean(dist):

@@ -1,13 +1,10 @@
 """Rollout and update with estimators that need no critic, on real engines."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_app.training.distributed import close, setup
 from stages.ppo.rollout import collect
 from stages.ppo.update import update_models
 
@@ -20,21 +17,6 @@ CHOICES = {
         "kl_estimator": "k3", "kl_coef": 0.01,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cases():
-    path = Path(__file__).with_name("test_collect.py")
-    spec = importlib.util.spec_from_file_location("collect_cases", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def dist():
-    yield setup()
-    close()
 
 
 def build(cases, ppo, dist, **changes):
