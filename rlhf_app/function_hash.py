@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rlhf_app.config.functions import function_file
@@ -49,10 +49,10 @@ def _with_imports(first: Path, module: str) -> list[Path]:
         path = waiting.pop(0).resolve()
         if path not in found:
             found[path] = None
-            for root in roots:
-                for name in _imports(path):
-                    waiting += _files(root, name)
-            waiting += _relative(path)
+            nodes = list(_nodes(path))
+            names = list(_imports(nodes))
+            waiting += [file for root in roots for name in names for file in _files(root, name)]
+            waiting += _relative(path, nodes)
     return list(found)
 
 
@@ -64,9 +64,9 @@ def _files(root: Path, module: str) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Dotted names of absolute imports, anywhere in a file: some run in the function alone."""
-    for node in _nodes(path):
+    for node in nodes:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -76,9 +76,9 @@ def _imports(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] not in _NOT_THE_USERS)
 
 
-def _relative(path: Path) -> Iterator[Path]:
+def _relative(path: Path, nodes: Iterable[ast.AST]) -> Iterator[Path]:
     """Files that the relative imports of a file run."""
-    for node in _nodes(path):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             package = path.parents[min(node.level, len(path.parents)) - 1]
             for alias in node.names:

@@ -53,18 +53,18 @@ def inspect(
     name: StageName | None = next((s for s in STAGES if s == stage), None)
     if name is None:
         raise ConfigError(f"--stage {stage} is no stage; use one of {', '.join(STAGES)}")
-    flags: dict[str, tuple[str, object]] = {
-        "data.sources": ("--data", data),
-        "data.sft": ("--sft-data", sft_data),
-        "data.reward": ("--reward-data", reward_data),
-        "data.ppo": ("--ppo-data", ppo_data),
-        "data.eval": ("--eval-data", eval_data),
-        "model.actor": ("--actor-model", model),
-        "data.split": ("--data-split", data_split),
-        "data.chat_format": ("--chat-format", chat_format),
-        "data.max_length": ("--max-length", max_length),
-    }
-    config = options.data_config(config_file, flags)
+    config = options.data_config(
+        config_file,
+        data=data,
+        sft_data=sft_data,
+        reward_data=reward_data,
+        ppo_data=ppo_data,
+        eval_data=eval_data,
+        actor_model=model,
+        data_split=data_split,
+        chat_format=chat_format,
+        max_length=max_length,
+    )
     # Everything readable is shown; a run refuses sources with many unusable rows.
     config = with_values(config, {"data.max_bad_fraction": 1.0})
     console = Console(highlight=False, no_color=no_color or None)

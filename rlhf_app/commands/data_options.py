@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,12 +45,26 @@ ConfigFile = Annotated[
 ]
 
 
-def data_config(config_file: Path | None, flags: Mapping[str, tuple[str, object]]) -> RunConfig:
+# The setting of each of these flags.
+_SETTINGS = {
+    "--data": "data.sources",
+    "--sft-data": "data.sft",
+    "--reward-data": "data.reward",
+    "--ppo-data": "data.ppo",
+    "--eval-data": "data.eval",
+    "--actor-model": "model.actor",
+    "--data-split": "data.split",
+    "--chat-format": "data.chat_format",
+    "--max-length": "data.max_length",
+}
+
+
+def data_config(config_file: Path | None, **flags: object) -> RunConfig:
     """Returns the settings of a run, of which flags win over the file.
 
     Args:
         config_file: YAML settings, or None.
-        flags: setting -> (the flag that sets it, its value or None).
+        flags: values of the flags above, or None; `sft_data` is --sft-data.
 
     Raises:
         ConfigError: a file that cannot be read, or a bad value.
@@ -62,8 +75,10 @@ def data_config(config_file: Path | None, flags: Mapping[str, tuple[str, object]
 
     values = flatten(read_mapping(config_file)) if config_file is not None else {}
     origins = dict.fromkeys(values, str(config_file))
-    for key, (flag, value) in flags.items():
+    for name, value in flags.items():
         if value:
+            flag = "--" + name.replace("_", "-")
+            key = _SETTINGS[flag]
             values[key], origins[key] = value, flag
     return validate(values, origins)
 

@@ -40,18 +40,18 @@ def stats(
 
     if html is not None:
         _check_page(html)
-    flags: dict[str, tuple[str, object]] = {
-        "data.sources": ("--data", data),
-        "data.sft": ("--sft-data", sft_data),
-        "data.reward": ("--reward-data", reward_data),
-        "data.ppo": ("--ppo-data", ppo_data),
-        "data.eval": ("--eval-data", eval_data),
-        "model.actor": ("--actor-model", model),
-        "data.split": ("--data-split", data_split),
-        "data.chat_format": ("--chat-format", chat_format),
-        "data.max_length": ("--max-length", max_length),
-    }
-    config = options.data_config(config_file, flags)
+    config = options.data_config(
+        config_file,
+        data=data,
+        sft_data=sft_data,
+        reward_data=reward_data,
+        ppo_data=ppo_data,
+        eval_data=eval_data,
+        actor_model=model,
+        data_split=data_split,
+        chat_format=chat_format,
+        max_length=max_length,
+    )
     limit = config.data.max_bad_fraction
     # Everything that can be read is counted; a run refuses sources with many unusable rows.
     config = with_values(config, {"data.max_bad_fraction": 1.0})
