@@ -73,6 +73,11 @@ def target_spans(example: SequenceExample, loss_on: LossOn) -> list[tuple[int, i
     return [(max(1, start), end) for start, end in spans if end > max(1, start)]
 
 
+def target_tokens(example: SequenceExample, loss_on: LossOn) -> int:
+    """Number of tokens of one row that carry loss."""
+    return sum(end - start for start, end in target_spans(example, loss_on))
+
+
 class RowLost(Exception):
     """A row gives no example."""
 

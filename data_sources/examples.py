@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from data_sources.encoder import (
     Encoder,
@@ -13,6 +14,7 @@ from data_sources.encoder import (
     RowLost,
     SequenceExample,
     target_spans,
+    target_tokens,
     turns,
 )
 from data_sources.records import Record
@@ -27,12 +29,18 @@ __all__ = [
     "PairExample",
     "PromptExample",
     "SequenceExample",
+    "pair_example",
     "pair_examples",
+    "prompt_example",
     "prompt_examples",
+    "sft_example",
     "sft_examples",
     "target_spans",
+    "target_tokens",
     "turns",
 ]
+
+Example = TypeVar("Example")
 
 NO_TARGET = "no answer to imitate"
 NO_PAIR = "no pair of answers"
@@ -64,25 +72,47 @@ def sft_examples(
     Raises:
         ConfigError: with `every_turn`, where the chat template does not tell turns apart.
     """
-    examples: list[SequenceExample] = []
-    reasons: Counter[str] = Counter()
     if every_turn:
         fmt.check_turns()
-    for record in records:
-        if record.sft_target is None:
-            reasons[NO_TARGET] += 1
-            continue
-        encoder = Encoder(record, fmt, tok_hash, every_turn)
-        which = "response" if record.response is not None else "chosen"
-        try:
-            example = encoder.sequence(record.messages, which)
-            if len(example.input_ids) > max_length:
-                example = shorter(encoder, example, which, max_length, truncation, reasons)
-        except RowLost as lost:
-            reasons[lost.reason] += 1
-            continue
-        examples.append(example)
-    return examples, reasons
+    return _each(
+        lambda record, reasons: sft_example(
+            record,
+            fmt,
+            tok_hash,
+            max_length,
+            reasons,
+            truncation=truncation,
+            every_turn=every_turn,
+        ),
+        records,
+    )
+
+
+def sft_example(
+    record: Record,
+    fmt: ChatFormat,
+    tok_hash: str,
+    max_length: int,
+    reasons: Counter[str],
+    *,
+    truncation: Policy = "right",
+    every_turn: bool = False,
+) -> SequenceExample:
+    """Returns the example of one row; arguments as `sft_examples`.
+
+    `reasons` counts what was cut, but not a row that is lost.
+
+    Raises:
+        RowLost: the row gives no example.
+    """
+    if record.sft_target is None:
+        raise RowLost(NO_TARGET)
+    encoder = Encoder(record, fmt, tok_hash, every_turn)
+    which = "response" if record.response is not None else "chosen"
+    example = encoder.sequence(record.messages, which)
+    if len(example.input_ids) > max_length:
+        example = shorter(encoder, example, which, max_length, truncation, reasons)
+    return example
 
 
 def pair_examples(
@@ -99,24 +129,33 @@ def pair_examples(
     the right, its score is one of another answer. Prompts are cut alike for both answers. A pair
     whose answers come to the same ids is dropped.
     """
-    examples: list[PairExample] = []
-    reasons: Counter[str] = Counter()
-    for record in records:
-        if record.chosen is None or record.rejected is None:
-            reasons[NO_PAIR] += 1
-            continue
-        encoder = Encoder(record, fmt, tok_hash)
-        try:
-            pair = encoder.pair(record.messages)
-            if pair[0].input_ids == pair[1].input_ids:
-                raise RowLost(IDENTICAL)
-            if longest(pair) > max_length:
-                pair = shorter_pair(encoder, pair, max_length, truncation, reasons)
-        except RowLost as lost:
-            reasons[lost.reason] += 1
-            continue
-        examples.append(PairExample(record.uid, *pair, record.margin or 0.0))
-    return examples, reasons
+    return _each(
+        lambda record, reasons: pair_example(
+            record, fmt, tok_hash, max_length, reasons, truncation=truncation
+        ),
+        records,
+    )
+
+
+def pair_example(
+    record: Record,
+    fmt: ChatFormat,
+    tok_hash: str,
+    max_length: int,
+    reasons: Counter[str],
+    *,
+    truncation: Policy = "drop",
+) -> PairExample:
+    """Returns the pair of one row; see `sft_example`."""
+    if record.chosen is None or record.rejected is None:
+        raise RowLost(NO_PAIR)
+    encoder = Encoder(record, fmt, tok_hash)
+    pair = encoder.pair(record.messages)
+    if pair[0].input_ids == pair[1].input_ids:
+        raise RowLost(IDENTICAL)
+    if longest(pair) > max_length:
+        pair = shorter_pair(encoder, pair, max_length, truncation, reasons)
+    return PairExample(record.uid, *pair, record.margin or 0.0)
 
 
 def prompt_examples(
@@ -133,16 +172,39 @@ def prompt_examples(
     `max_prompt_length` tokens are dropped unless another policy is asked for. Repeated prompts
     are kept.
     """
-    examples: list[PromptExample] = []
+    return _each(
+        lambda record, reasons: prompt_example(
+            record, fmt, tok_hash, max_prompt_length, reasons, truncation=truncation
+        ),
+        records,
+    )
+
+
+def prompt_example(
+    record: Record,
+    fmt: ChatFormat,
+    tok_hash: str,
+    max_prompt_length: int,
+    reasons: Counter[str],
+    *,
+    truncation: Policy = "drop",
+) -> PromptExample:
+    """Returns the prompt of one row; see `sft_example`."""
+    encoder = Encoder(record, fmt, tok_hash)
+    prompt = encoder.prompt(record.messages)
+    if len(prompt.input_ids) > max_prompt_length:
+        prompt = shorter_prompt(encoder, prompt, max_prompt_length, truncation, reasons)
+    return prompt
+
+
+def _each(
+    make: Callable[[Record, Counter[str]], Example], records: Iterable[Record]
+) -> tuple[list[Example], Counter[str]]:
+    examples: list[Example] = []
     reasons: Counter[str] = Counter()
     for record in records:
-        encoder = Encoder(record, fmt, tok_hash)
         try:
-            prompt = encoder.prompt(record.messages)
-            if len(prompt.input_ids) > max_prompt_length:
-                prompt = shorter_prompt(encoder, prompt, max_prompt_length, truncation, reasons)
+            examples.append(make(record, reasons))
         except RowLost as lost:
             reasons[lost.reason] += 1
-            continue
-        examples.append(prompt)
     return examples, reasons

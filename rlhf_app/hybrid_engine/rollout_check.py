@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf_app.hybrid_engine import lora
@@ -53,6 +54,7 @@ def check_rollouts(
     params: SamplingParams,
     dist: Dist,
     *,
+    lengths: Sequence[int] | None = None,
     answers: int = 0,
 ) -> dict[str, float]:
     """Answer a few prompts and compare with the training forward; all ranks call it.
@@ -63,6 +65,7 @@ def check_rollouts(
             every rank; the longest, the shortest and two between are tried, others on each rank.
         params: of the run's rollouts, no top-k or top-p; the number of tokens is ours.
         dist: process group.
+        lengths: of the prompts, where they are known; only the prompts that are tried are read.
         answers: of one of the run's rollouts on this rank: the check decodes in the form that
             so many answers decode in.
 
@@ -74,7 +77,7 @@ def check_rollouts(
         RolloutMismatch: on every rank, when on any the log-prob gap or the draws are not what
             rounding explains, answers do not end at their stop ids, or nothing is finite.
     """
-    chosen = _choose(prompts, dist)
+    chosen = _choose(prompts, lengths or [len(prompt) for prompt in prompts], dist)
     training = engine.module.training
     few = replace(params, max_new_tokens=min(_CHECK_TOKENS, params.max_new_tokens))
     more = replace(params, max_new_tokens=min(_CHECK_SAMPLED_TOKENS, params.max_new_tokens))
@@ -120,15 +123,18 @@ def check_rollouts(
     }
 
 
-def _choose(prompts: Sequence[Sequence[int]], dist: Dist) -> list[Sequence[int]]:
+def _choose(
+    prompts: Sequence[Sequence[int]], lengths: Sequence[int], dist: Dist
+) -> list[Sequence[int]]:
     """The longest, shortest and two prompts between, others on each rank where there are others."""
-    ordered = sorted(prompts, key=len)
+    ordered = np.argsort(lengths, kind="stable")
     last = len(ordered) - 1
     places = [part * last // (_CHECK_PROMPTS - 1) for part in range(_CHECK_PROMPTS)]
     # Ranks go inwards from both ends, and upwards between them.
     shifts = [*[dist.rank] * (_CHECK_PROMPTS - 1), -dist.rank]
     return [
-        ordered[(place + shift) % len(ordered)] for place, shift in zip(places, shifts, strict=True)
+        prompts[int(ordered[(place + shift) % len(ordered)])]
+        for place, shift in zip(places, shifts, strict=True)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_app.errors import ConfigError
@@ -31,21 +30,20 @@ def length_limit(wanted: int | None, positions: int, path: str) -> int:
     return wanted
 
 
-def check_vocabulary(model: Any, rows: Iterable[Sequence[int]], path: str) -> None:
+def check_vocabulary(model: Any, highest_id: int, path: str) -> None:
     """Refuses ids beyond the embedding; on a GPU they would be an illegal memory access.
 
     Args:
         model: a Hugging Face model.
-        rows: token ids of the data.
+        highest_id: of any token of the data.
         path: of the model, for the error.
 
     Raises:
         ConfigError: the tokenizer has more ids than the model has embeddings.
     """
     embeddings = model.get_input_embeddings().num_embeddings
-    largest = max((max(row) for row in rows), default=0)
-    if largest >= embeddings:
+    if highest_id >= embeddings:
         raise ConfigError(
-            f"{path}: token id {largest} but only {embeddings} embeddings: "
+            f"{path}: token id {highest_id} but only {embeddings} embeddings: "
             "the tokenizer in this directory belongs to another model"
         )

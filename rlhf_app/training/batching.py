@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from rlhf_app.training.micro_batches import BatchLimit, cut_rows, split_to
 
 
-def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+def epoch_order(rows: int, seed: int, epoch: int) -> array[int]:
     """A permutation of the rows, another one each epoch.
 
     Args:
@@ -23,7 +24,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
         seed: the run's seed.
         epoch: counted from 0.
     """
-    order = list(range(rows))
+    order = array("q", range(rows))  # 8 bytes a row
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
@@ -50,7 +51,7 @@ def batches(rows: int, batch_size: int, seed: int, total_steps: int) -> Iterator
         for start in range(0, rows, batch_size):
             if step == total_steps:
                 return
-            yield order[start : start + batch_size]
+            yield order[start : start + batch_size].tolist()
             step += 1
 
 

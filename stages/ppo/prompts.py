@@ -25,15 +25,15 @@ class PromptStream:
         self._prompts = prompts
         self._seed = seed
         self._epoch = -1
-        self._order: list[int] = []
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, position: int) -> PromptExample:
         epoch, offset = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._order = torch.randperm(len(self._prompts), generator=generator).tolist()
+            self._order = torch.randperm(len(self._prompts), generator=generator)
             self._epoch = epoch
-        return self._prompts[self._order[offset]]
+        return self._prompts[int(self._order[offset])]
 
 
 def rank_uids(ppo: PPOConfig, dist: Dist) -> list[int]:

@@ -7,16 +7,16 @@ text, with Adam's moments of the first, is another algorithm.
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from data_sources.examples import NO_TARGET, LossOn, sft_examples, target_spans
+from data_sources.encode import encode
+from data_sources.encoded import Examples
 from data_sources.records import Record
 from data_sources.stage_data import load_text
-from data_sources.truncation import Policy
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_format import ChatFormat
@@ -28,9 +28,8 @@ from rlhf_app.training.batching import epoch_order, rank_slices
 from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy, token_batch
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
+from stages.ppo.text_rows import TextEncoding, TextRow
 
-TextRow = tuple[list[int], list[tuple[int, int]]]
-EMPTY_TEXT = "empty text"
 # Not the order in which SFT saw its rows.
 _SEED = 40_487
 
@@ -40,7 +39,7 @@ class TextMix:
 
     Args:
         engine: the actor's.
-        rows: (token ids, spans of the tokens with loss) of each, not empty.
+        rows: of text, not empty.
         coef: weight of the cross-entropy.
         batch_size: rows of a step, over all ranks.
         limit: of a micro-batch.
@@ -53,7 +52,7 @@ class TextMix:
     def __init__(
         self,
         engine: Any,
-        rows: Sequence[TextRow],
+        rows: Examples[TextRow],
         *,
         coef: float,
         batch_size: int,
@@ -66,7 +65,6 @@ class TextMix:
         assert rows
         self._engine = engine
         self._rows = rows
-        self._lengths = [len(ids) for ids, _ in rows]
         self._coef = coef
         self._batch_size = batch_size
         self._limit = limit
@@ -75,7 +73,7 @@ class TextMix:
         self._positions = positions
         self._dist = dist
         self._step = 0
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order = (-1, array("q"))
 
     def next(self) -> AddedLoss[TokenBatch]:
         """The objective over the next step's text: this rank's part of it."""
@@ -83,14 +81,14 @@ class TextMix:
         batch = self._numbers(first)
         self._step += 1
         parts = rank_slices(
-            batch, self._lengths, self._limit, self._dist.rank, self._dist.world_size
+            batch, self._rows.lengths, self._limit, self._dist.rank, self._dist.world_size
         )
         return AddedLoss(
             name="ptx",
             micro_batches=[self._micro_batch(part) for part in parts],
             loss_fn=self._loss,
             # Every rank knows the whole step.
-            total_weight=sum(end - first for row in batch for first, end in self._rows[row][1]),
+            total_weight=sum(self._rows.targets(row) for row in batch),
             coef=self._coef,
         )
 
@@ -115,9 +113,10 @@ class TextMix:
         return rows
 
     def _micro_batch(self, part: Sequence[int]) -> TokenBatch:
+        rows = [self._rows[row] for row in part]
         return token_batch(
-            [self._rows[row][0] for row in part],
-            [self._rows[row][1] for row in part],
+            [ids for ids, _ in rows],
+            [spans for _, spans in rows],
             self._pad_id,
             self._dist.device,
             limit=self._positions,
@@ -153,21 +152,22 @@ def load_text_mix(
         raise ConfigError(f"ppo.ptx_coef = {ppo.ptx_coef:g}: {error}") from None
     positions = model_max_length(engine.module.config)
     longest = length_limit(config.data.max_length, positions, path)
-    rows, dropped = text_rows(
-        records,
+    encoding = TextEncoding(
         fmt,
-        tokenizer,
+        tokenizer_hash(tokenizer),
         longest,
-        loss_on=config.data.sft_loss_on,
-        truncation=config.data.truncation.sft,
+        config.data.truncation.sft,
+        config.data.sft_loss_on,
+        tokenizer.eos_token_id,
     )
-    reasons += dropped
+    rows = encode(answered_first(records), encoding)
+    reasons += rows.reasons
     if not rows:
         raise ConfigError(
             f"ppo.ptx_coef = {ppo.ptx_coef:g}: no row of text is usable ({dict(reasons)}): give "
             f"ppo.ptx_data, or raise data.max_length ({longest})"
         )
-    check_vocabulary(engine.module, (ids for ids, _ in rows), path)
+    check_vocabulary(engine.module, rows.highest_id, path)
     mix = TextMix(
         engine,
         rows,
@@ -182,53 +182,6 @@ def load_text_mix(
     return mix, dict(reasons)
 
 
-def text_rows(
-    records: Sequence[Record],
-    fmt: ChatFormat,
-    tokenizer: Any,
-    longest: int,
-    *,
-    loss_on: LossOn = "response",
-    truncation: Policy = "right",
-) -> tuple[list[TextRow], Counter[str]]:
-    """Returns ((token ids, spans of the tokens with loss) of each row, rows lost or cut).
-
-    Args:
-        records: with an answer, which carries the loss, or of plain text, all of which does:
-            that is cut into rows of `longest` tokens, the last one of a row being the first of
-            the next, with an EOS token at the end.
-        fmt: chat format of the actor.
-        tokenizer: of the actor.
-        longest: most tokens of a row.
-        loss_on: which tokens of records with an answer carry loss.
-        truncation: what becomes of longer ones.
-    """
-    answered = [record for record in records if record.sft_target is not None]
-    examples, reasons = sft_examples(
-        answered,
-        fmt,
-        tokenizer_hash(tokenizer),
-        longest,
-        truncation=truncation,
-        every_turn=loss_on == "assistant_turns",
-    )
-    rows: list[TextRow] = [
-        (example.input_ids, target_spans(example, loss_on)) for example in examples
-    ]
-    for record in records:
-        if record.sft_target is not None:
-            continue
-        if len(record.messages) != 1:
-            reasons[NO_TARGET] += 1
-            continue
-        if not record.messages[0].content.strip():
-            reasons[EMPTY_TEXT] += 1
-            continue
-        ids = fmt.prompt_ids([("user", record.messages[0].content)], rendered=True)
-        if tokenizer.eos_token_id is not None:
-            ids = [*ids, tokenizer.eos_token_id]
-        # The first token of a row is never predicted: each row begins with the last one of the
-        # row before, so that every other token is predicted once.
-        parts = [ids[at : at + longest] for at in range(0, len(ids) - 1, longest - 1)]
-        rows += [(part, [(1, len(part))]) for part in parts]
-    return [row for row in rows if row[1]], +reasons
+def answered_first(records: Sequence[Record]) -> Sequence[Record]:
+    """Returns records with an answer before those of plain text."""
+    return sorted(records, key=lambda record: record.sft_target is None)

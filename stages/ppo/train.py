@@ -19,10 +19,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from functools import partial
 
 from data_sources.counts import log_dropped
-from data_sources.examples import prompt_examples
+from data_sources.encode import encode
+from data_sources.encodings import PromptEncoding
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
@@ -82,17 +82,16 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     if ppo.ema_decay is not None:
         average = WeightAverage(models.actor, ppo.ema_decay, dist)
     clock.lap("engine")
-    encode = partial(
-        prompt_examples,
-        fmt=models.chat_format,
-        tok_hash=models.tokenizer_id,
-        max_prompt_length=ppo.max_prompt_length,
-        truncation=config.data.truncation.ppo,
+    encoding = PromptEncoding(
+        models.chat_format,
+        models.tokenizer_id,
+        ppo.max_prompt_length,
+        config.data.truncation.ppo,
     )
-    prompts, dropped = encode(data.train)
-    held_out, eval_dropped = encode(data.evaluation)
-    held_out = held_out[: ppo.eval_prompts]
-    dropped += eval_dropped + Counter(data.counts.dropped("ppo"))
+    prompts = encode(data.train, encoding)
+    evaluation = encode(data.evaluation, encoding)
+    held_out = evaluation[: ppo.eval_prompts]
+    dropped = prompts.reasons + evaluation.reasons + Counter(data.counts.dropped("ppo"))
     if not prompts or not held_out:
         raise ConfigError(
             f"ppo: {len(prompts)} training and {len(held_out)} evaluation prompts are left "
@@ -104,7 +103,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     dropped += Counter({f"ptx: {why}": count for why, count in dropped_text.items()})
     log_dropped(log, dropped)
     check_vocabulary(
-        models.actor.module, (p.input_ids for p in [*prompts, *held_out]), inputs["actor"]
+        models.actor.module, max(prompts.highest_id, evaluation.highest_id), inputs["actor"]
     )
     clock.lap("data")
     stream = PromptStream(prompts, config.seed)
@@ -128,7 +127,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         """Nothing trains on rollouts that do not sample the policy in training."""
         params = sampling_params(models, ppo, seed=config.seed, step=0)
         return check_rollouts(
-            models.actor, [p.input_ids for p in prompts], params, dist, answers=len(uids)
+            models.actor,
+            prompts.token_rows(),
+            params,
+            dist,
+            lengths=prompts.lengths,
+            answers=len(uids),
         )
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.

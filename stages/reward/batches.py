@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,18 +43,6 @@ def first_difference(chosen: Sequence[int], rejected: Sequence[int]) -> int:
     """First index at which two different rows differ; one may be the start of the other."""
     shorter = min(len(chosen), len(rejected))
     return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
-
-
-def pair_length(pair: PairExample) -> int:
-    """Tokens that the pair costs in a batch: two rows of the longer one's length."""
-    return 2 * max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
-
-
-def token_rows(pairs: Iterable[PairExample]) -> Iterator[Sequence[int]]:
-    """Token ids of both answers of each pair."""
-    for pair in pairs:
-        yield pair.chosen.input_ids
-        yield pair.rejected.input_ids
 
 
 def collate(

@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from functools import partial
-from itertools import chain
 
 import torch
 
 from data_sources.counts import log_dropped
-from data_sources.examples import PairExample, pair_examples
+from data_sources.encode import encode
+from data_sources.encodings import PairEncoding
+from data_sources.examples import PairExample
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
@@ -51,7 +51,7 @@ from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.seeding import seed_everything
-from stages.reward.batches import PairBatch, collate, pair_length, token_rows
+from stages.reward.batches import PairBatch, collate
 from stages.reward.evaluate import Evaluation, evaluate
 from stages.reward.loss import Sums, final_token_loss, token_wise_loss
 
@@ -101,16 +101,10 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     # 2. The data, as pairs of token ids. Every rank reads all and takes its share of each step.
     data = load_stage_data(config, "reward")
     longest = length_limit(config.data.max_length, positions, path)
-    encode = partial(
-        pair_examples,
-        fmt=fmt,
-        tok_hash=tokenizer_hash(tokenizer),
-        max_length=longest,
-        truncation=config.data.truncation.reward,
-    )
-    train, dropped = encode(data.train)
-    held_out, eval_dropped = encode(data.evaluation)
-    dropped += eval_dropped + Counter(data.counts.dropped("reward"))
+    encoding = PairEncoding(fmt, tokenizer_hash(tokenizer), longest, config.data.truncation.reward)
+    train = encode(data.train, encoding)
+    held_out = encode(data.evaluation, encoding)
+    dropped = train.reasons + held_out.reasons + Counter(data.counts.dropped("reward"))
     log_dropped(log, dropped)
     if not train or not held_out:
         raise ConfigError(
@@ -118,7 +112,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             f"({dict(dropped)}): give --reward-data with chosen and rejected answers, or raise "
             f"data.max_length ({longest})"
         )
-    check_vocabulary(model.backbone, token_rows(chain(train, held_out)), path)
+    check_vocabulary(model.backbone, max(train.highest_id, held_out.highest_id), path)
 
     clock.lap("data")
 
@@ -171,12 +165,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         return loss_of_scores(batch, engine(batch.input_ids_2BT))
 
     metrics = MetricsWriter(run.metrics("reward"), enabled=dist.is_main)
-    held_out_lengths = [pair_length(pair) for pair in held_out]
 
     def measure(step: int) -> Evaluation:
         result = evaluate(
             engine,
-            held_out_lengths,
+            held_out.lengths,
             lambda rows: batch_of([held_out[row] for row in rows]),
             loss_of_scores,
             limit,
@@ -211,11 +204,10 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
 
     # 4. The loop. The last or the best weights become the artifact.
     best = BestWeights(settings.keep_best, setting="reward.keep_best")
-    lengths = [pair_length(pair) for pair in train]
     order = batches(len(train), settings.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
         began = time.perf_counter()
-        mine = rank_slices(batch, lengths, limit, dist.rank, dist.world_size)
+        mine = rank_slices(batch, train.lengths, limit, dist.rank, dist.world_size)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
         stats = optimizer_step(engine, micro_batches, loss_of, len(batch), dist)
         tokens = sum(

@@ -10,11 +10,6 @@ from data_sources.examples import LossOn, SequenceExample, target_spans
 from rlhf_app.training.cross_entropy import TokenBatch, token_batch
 
 
-def target_tokens(example: SequenceExample, loss_on: LossOn) -> int:
-    """Number of tokens of one row that carry loss."""
-    return sum(end - start for start, end in target_spans(example, loss_on))
-
-
 def collate(
     examples: Sequence[SequenceExample],
     loss_on: LossOn,

@@ -49,7 +49,7 @@ class Evaluation:
 
 def evaluate(
     engine: Any,
-    examples: Sequence[SequenceExample],
+    lengths: Sequence[int],
     batch_of: Callable[[list[int]], TokenBatch],
     loss_of: LossOfBatch,
     limit: BatchLimit,
@@ -59,7 +59,7 @@ def evaluate(
 
     Args:
         engine: the DeepSpeed engine; put into eval mode and back.
-        examples: the rows, the same on every rank.
+        lengths: tokens of each row, the same on every rank.
         batch_of: row indices -> micro-batch.
         loss_of: the training loss.
         limit: of one forward.
@@ -68,8 +68,7 @@ def evaluate(
     Raises:
         NonFiniteError: on every rank, when the loss of any rank is not finite.
     """
-    lengths = [len(example.input_ids) for example in examples]
-    slices = rank_slices(range(len(examples)), lengths, limit, dist.rank, dist.world_size)
+    slices = rank_slices(range(len(lengths)), lengths, limit, dist.rank, dist.world_size)
     totals = torch.zeros(2, dtype=torch.float64, device=dist.device)
     tokens = 0
     engine.eval()

@@ -15,14 +15,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 
 from data_sources.counts import log_dropped
-from data_sources.examples import SequenceExample, sft_examples
+from data_sources.encode import encode
+from data_sources.encoded import Examples
+from data_sources.encodings import SFTEncoding
+from data_sources.examples import SequenceExample
 from data_sources.stage_data import load_stage_data
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
@@ -46,7 +47,7 @@ from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
-from stages.sft.batches import collate, target_tokens
+from stages.sft.batches import collate
 from stages.sft.evaluate import Evaluation, evaluate, sample_answers
 
 log = logging.getLogger(__name__)
@@ -92,24 +93,20 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     # 2. The data, as token ids. Every rank reads all of it and takes its share of each step.
     data = load_stage_data(config, "sft")
     longest = length_limit(config.data.max_length, positions, path)
-    encode = partial(
-        sft_examples,
-        fmt=fmt,
-        tok_hash=tokenizer_hash(tokenizer),
-        max_length=longest,
-        truncation=config.data.truncation.sft,
-        every_turn=config.data.sft_loss_on == "assistant_turns",
+    loss_on = config.data.sft_loss_on
+    encoding = SFTEncoding(
+        fmt, tokenizer_hash(tokenizer), longest, config.data.truncation.sft, loss_on
     )
-    train, dropped = encode(data.train)
-    held_out, eval_dropped = encode(data.evaluation)
-    dropped += eval_dropped + Counter(data.counts.dropped("sft"))
+    train = encode(data.train, encoding)
+    held_out = encode(data.evaluation, encoding)
+    dropped = train.reasons + held_out.reasons + Counter(data.counts.dropped("sft"))
     log_dropped(log, dropped)
     if not train or not held_out:
         raise ConfigError(
             f"sft: {len(train)} training and {len(held_out)} evaluation rows are usable "
             f"({dict(dropped)}): give --sft-data with answers, or raise data.max_length ({longest})"
         )
-    check_vocabulary(model, (row.input_ids for row in chain(train, held_out)), path)
+    check_vocabulary(model, max(train.highest_id, held_out.highest_id), path)
 
     clock.lap("data")
 
@@ -125,7 +122,6 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         total_steps=total_steps,
         dist=dist,
     )
-    loss_on = config.data.sft_loss_on
     limit = BatchLimit(sft.micro_batch_size, sft.micro_batch_tokens)
 
     def batch_of(rows: list[SequenceExample]) -> TokenBatch:
@@ -142,7 +138,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     def measure(step: int) -> Evaluation:
         result = evaluate(
             engine,
-            held_out,
+            held_out.lengths,
             lambda rows: batch_of([held_out[row] for row in rows]),
             loss_of,
             limit,
@@ -171,15 +167,14 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
 
     # 4. The loop. The last or the best weights become the artifact, and answer the samples.
     best = BestWeights(sft.keep_best, setting="sft.keep_best")
-    lengths = [len(row.input_ids) for row in train]
     order = batches(len(train), sft.batch_size, config.seed, total_steps)
     for step, batch in enumerate(order, start=1):
         began = time.perf_counter()
-        mine = rank_slices(batch, lengths, limit, dist.rank, dist.world_size)
-        tokens = sum(target_tokens(train[row], loss_on) for row in batch)
+        mine = rank_slices(batch, train.lengths, limit, dist.rank, dist.world_size)
+        tokens = sum(train.targets(row) for row in batch)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
         stats = optimizer_step(engine, micro_batches, loss_of, tokens, dist)
-        row_tokens = sum(lengths[row] for row in batch)
+        row_tokens = sum(train.lengths[row] for row in batch)
         (computed,) = dist.sum([sum(part.input_ids_BT.numel() for part in micro_batches)])
         metrics.write(
             kind="train",
@@ -223,7 +218,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
 
 
 def _samples(
-    config: RunConfig, engine: Any, held_out: list[SequenceExample], fmt: ChatFormat
+    config: RunConfig, engine: Any, held_out: Examples[SequenceExample], fmt: ChatFormat
 ) -> list[dict[str, str]]:
     """Answers to a few held-out prompts, or none with the reason in the log."""
     tokens = config.sft.sample_tokens

@@ -17,7 +17,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from data_sources.examples import pair_examples, prompt_examples, sft_examples
+from data_sources.examples import (
+    pair_examples,
+    prompt_examples,
+    sft_examples,
+    target_tokens,
+)
 from data_sources.stage_data import load_stage_data
 from rlhf_app.commands.data_stats import stats
 from rlhf_app.config.schema import RunConfig
@@ -124,7 +129,7 @@ def steps(tiny_lm: Path, held_out: Path) -> Iterator[Steps]:
 
     def sft_step(rows: list[Any], run: RunConfig) -> dict[str, float]:
         batch = sft_batches.collate(rows, "response", 0, dist.device, limit=LENGTH, filler=rows[0])
-        tokens = sum(sft_batches.target_tokens(row, "response") for row in rows)
+        tokens = sum(target_tokens(row, "response") for row in rows)
         stats = optimizer_step(sft, [batch], lambda b: cross_entropy(sft, b), tokens, dist)
         return {"loss": stats.loss, "grad_norm": stats.grad_norm}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_sources.examples import SequenceExample
+from data_sources.examples import SequenceExample, target_tokens
 from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import SFTConfig
 from rlhf_app.training.accumulate import AddedLoss, NonFiniteError, optimizer_step
@@ -21,7 +21,7 @@ from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import close, setup
 from rlhf_app.training.micro_batches import BatchLimit
 from rlhf_app.training.saving import gather_state_dict
-from stages.sft.batches import collate, target_tokens
+from stages.sft.batches import collate
 
 STEPS, LR = 3, 0.5
 ROWS = [(5, 2), (9, 4), (3, 1), (12, 9), (7, 3)]  # (length, start of the answer)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from data_sources.encode import encode
+from data_sources.encoded import ListedExamples
 from data_sources.examples import NO_TARGET
 from data_sources.records import Message, Record
 from data_sources.stage_data import load_text
@@ -18,7 +20,8 @@ from rlhf_app.training.accumulate import AddedLoss, optimizer_step
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.micro_batches import BatchLimit
-from stages.ppo.ptx import EMPTY_TEXT, TextMix, text_rows
+from stages.ppo.ptx import TextMix, answered_first
+from stages.ppo.text_rows import EMPTY_TEXT, TextEncoding
 
 TWO = BatchLimit(2)
 CPU = torch.device("cpu")
@@ -29,6 +32,8 @@ ROWS = [
     ([3, 4], [(1, 2)]),
     ([1, 6, 6], [(2, 3)]),
 ]
+
+ENCODING = TextEncoding(None, "", 16, "right")
 
 
 class Bigrams(torch.nn.Module):
@@ -44,7 +49,8 @@ class Bigrams(torch.nn.Module):
 
 def mix(world_size=1, rank=0, rows=ROWS, batch_size=3, limit=TWO, seed=1):
     return TextMix(
-        None, rows, coef=2.0, batch_size=batch_size, limit=limit, seed=seed, pad_id=0,
+        None, ListedExamples(rows, ENCODING), coef=2.0, batch_size=batch_size, limit=limit,
+        seed=seed, pad_id=0,
         positions=16, dist=Dist(rank, rank, world_size, CPU),
     )  # fmt: skip
 
@@ -92,17 +98,6 @@ def test_a_restored_stream_goes_on():
         assert rows_of(second.next()) == rows_of(first.next())
 
 
-class Words:
-    """One id a character; BOS 1 and EOS 2."""
-
-    eos_token_id = 2
-    is_fast = False
-    name_or_path = ""
-
-    def get_vocab(self):
-        return {chr(i): i for i in range(97, 123)}
-
-
 class Format:
     """The calls of `ChatFormat` that rows of text need."""
 
@@ -122,12 +117,17 @@ def record(prompt, response=None):
     return Record((Message("user", prompt),), response=response)
 
 
+def text_rows(records, limit, loss_on="response"):
+    encoding = TextEncoding(Format(), "hash", limit, "right", loss_on, eos_id=2)
+    rows = encode(answered_first(records), encoding)
+    return list(rows), rows.reasons
+
+
 @pytest.mark.parametrize(("loss_on", "first"), [("response", 3), ("all", 1)])
-def test_answers_carry_the_loss_and_plain_text_all_of_it(monkeypatch, loss_on, first):
-    monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
+def test_answers_carry_the_loss_and_plain_text_all_of_it(loss_on, first):
     two_turns = Record((Message("user", "a"), Message("assistant", "b")))
     records = [record("qq", "ab"), record("abcde"), two_turns]
-    rows, reasons = text_rows(records, Format(), Words(), 8, loss_on=loss_on)
+    rows, reasons = text_rows(records, 8, loss_on)
     a, q = ord("a"), ord("q")
     assert rows == [
         ([1, q, q, a, a + 1, 2], [(first, 6)]),
@@ -136,9 +136,8 @@ def test_answers_carry_the_loss_and_plain_text_all_of_it(monkeypatch, loss_on, f
     assert reasons == {NO_TARGET: 1}
 
 
-def test_long_plain_text_is_cut_into_rows(monkeypatch):
-    monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
-    rows, _ = text_rows([record("abcdef")], Format(), Words(), 3)
+def test_long_plain_text_is_cut_into_rows():
+    rows, _ = text_rows([record("abcdef")], 3)
     # 8 ids, BOS, six letters, EOS: all but the first are predicted once, by the one before.
     a, eos = ord("a"), 2
     assert [ids for ids, _ in rows] == [
@@ -149,13 +148,12 @@ def test_long_plain_text_is_cut_into_rows(monkeypatch):
     ]
     assert [spans for _, spans in rows] == [[(1, 3)], [(1, 3)], [(1, 3)], [(1, 2)]]
     # The end is learned also where the text alone fills its row.
-    rows, _ = text_rows([record("ab")], Format(), Words(), 3)
+    rows, _ = text_rows([record("ab")], 3)
     assert [ids for ids, _ in rows] == [[1, a, a + 1], [a + 1, eos]]
 
 
-def test_text_without_words_is_no_lesson_in_ending(monkeypatch):
-    monkeypatch.setattr("stages.ppo.ptx.tokenizer_hash", lambda _: "hash")
-    rows, reasons = text_rows([record(""), record(" \n"), record("a")], Format(), Words(), 8)
+def test_text_without_words_is_no_lesson_in_ending():
+    rows, reasons = text_rows([record(""), record(" \n"), record("a")], 8)
     assert [ids for ids, _ in rows] == [[1, ord("a"), 2]]
     assert reasons == {EMPTY_TEXT: 2}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_sources.examples import PairExample, SequenceExample
-from stages.reward.batches import collate, first_difference, pair_length, token_rows
+from stages.reward.batches import collate, first_difference
 from stages.reward.loss import final_token_loss, token_wise_loss
 
 CPU = torch.device("cpu")
@@ -130,9 +130,3 @@ def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2, 4]) == 2
     assert first_difference([4], [5, 6]) == 0
     assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert pair_length(pair([1, 2], [1, 2, 3])) == 6
-
-
-def test_token_rows():
-    rows = token_rows([pair([1, 2], [1, 3]), pair([4], [5])])
-    assert list(rows) == [[1, 2], [1, 3], [4], [5]]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_sources.examples import SequenceExample
+from data_sources.examples import SequenceExample, target_tokens
 from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy
-from stages.sft.batches import collate, target_tokens
+from stages.sft.batches import collate
 
 CPU = torch.device("cpu")
 PAD = EOS = 2
