@@ -37,6 +37,9 @@ class Thresholds:
         eos_rate: share of answers that end by themselves, below this.
         reward_std: of the scores of a rollout; at 0 there is nothing to learn from.
         length_correlation: of reward and length over the answers of a rollout.
+        explained_variance: of the returns; below it the critic is worse than a constant ...
+        critic_patience: ... and this many updates in a row must show it: a few at the start are
+            common, and harmless where only the critic trains.
         hacking_errors: gold fell, and reward rose, by this many standard errors of the
             difference of two evaluations.
     """
@@ -54,7 +57,13 @@ class Thresholds:
     eos_rate: float = 0.02
     reward_std: float = 1e-6
     length_correlation: float = 0.7
+    explained_variance: float = 0.0
+    critic_patience: int = 5
     hacking_errors: float = 2.0
+
+    def patience_for(self, kind: str) -> int:
+        """Updates in a row after which a kind of sign is told."""
+        return self.critic_patience if kind == "critic" else self.patience
 
 
 THRESHOLDS = Thresholds()
@@ -103,10 +112,15 @@ def signs(start: Numbers, now: Numbers, limits: Thresholds = THRESHOLDS) -> dict
         length > limits.length_growth * first("answer_length")
         and ends < limits.length_eos_share * before
     ):
+        # A critic that expects too much makes every ending look like a loss.
+        advice = (
+            "the critic misleads, see ppo.critic_warmup_updates"
+            if value("explained_variance") < limits.explained_variance
+            else "raise ppo.kl_coef, or set ppo.length_penalty"
+        )
         found["length"] = (
             f"answers run away: {length:.0f} tokens ({first('answer_length'):.0f} at first), and "
-            f"{ends:.0%} of them end by themselves ({before:.0%} at first); raise ppo.kl_coef, "
-            "or set ppo.length_penalty"
+            f"{ends:.0%} of them end by themselves ({before:.0%} at first); {advice}"
         )
     elif ends < limits.eos_rate:
         found["never_ends"] = (
@@ -118,6 +132,13 @@ def signs(start: Numbers, now: Numbers, limits: Thresholds = THRESHOLDS) -> dict
         found["reward_std"] = (
             f"every answer of the rollout has the same reward ({value('reward'):.3f}): there is "
             "nothing to learn from; look at what gives the reward, and at its clip"
+        )
+    explained = value("explained_variance")
+    if explained < limits.explained_variance:
+        found["critic"] = (
+            f"the critic is worse than a constant (explained variance {explained:.2f}) while the "
+            "actor learns from it; train it alone first with ppo.critic_warmup_updates, and raise "
+            "ppo.critic.learning_rate"
         )
     correlation = value("reward_length_correlation")
     if correlation > limits.length_correlation:
@@ -171,14 +192,21 @@ class Health:
     Args:
         limits: thresholds.
         never_ends: answers cannot end by themselves, so it is no sign that they do not.
+        critic_warmup: first updates in which the actor learns nothing from the critic.
         enabled: whether this rank writes to the log.
     """
 
     def __init__(
-        self, limits: Thresholds = THRESHOLDS, *, never_ends: bool = False, enabled: bool = True
+        self,
+        limits: Thresholds = THRESHOLDS,
+        *,
+        never_ends: bool = False,
+        critic_warmup: int = 0,
+        enabled: bool = True,
     ) -> None:
         self._limits = limits
         self._ignored = {"never_ends", "length"} if never_ends else set()
+        self._critic_warmup = critic_warmup
         self._enabled = enabled
         self._start: dict[str, float] = {}
         self._best: dict[str, float] = {}
@@ -195,9 +223,12 @@ class Health:
         if not self._start:
             self._start = dict(numbers)
         found = signs(self._start, numbers, self._limits)
+        if update <= self._critic_warmup:
+            found.pop("critic", None)
         self._streaks = {kind: self._streaks.get(kind, 0) + 1 for kind in found}
         for kind, text in found.items():
-            if self._streaks[kind] >= self._limits.patience and kind not in self._ignored:
+            enough = self._streaks[kind] >= self._limits.patience_for(kind)
+            if enough and kind not in self._ignored:
                 self._warn(update, kind, text)
 
     def evaluation(self, update: int, numbers: Numbers, golds: Sequence[float | None]) -> None:

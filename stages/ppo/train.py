@@ -142,7 +142,11 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     before = report = evaluations.evaluate(0, models.reference)
     same = inputs["base"] == inputs["actor"]
     base = before if same else evaluations.evaluate_base(inputs["base"])
-    health = Health(never_ends=not ppo.stop_at_eos, enabled=dist.is_main)
+    health = Health(
+        never_ends=not ppo.stop_at_eos,
+        critic_warmup=ppo.critic_warmup_updates,
+        enabled=dist.is_main,
+    )
     health.evaluation(0, before.numbers(), [row.gold for row in before.rows])
     clock.lap("evaluation")
 

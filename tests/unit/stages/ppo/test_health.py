@@ -168,3 +168,36 @@ def test_diversity_by_hand():
     assert found == {"unique_answers": 6 / 7, "distinct_3": 4 / 10}
     nothing = rollout_diversity([[], []], Dist(0, 0, 1, torch.device("cpu")))
     assert nothing == {"unique_answers": 0.5, "distinct_3": 0.0}
+
+
+# Explained variances of runs on SmolLM2-135M: two whose answers ran away, and one with a warm-up.
+RAN_AWAY = (-1.75, -1.53, -1.39, -1.56, -1.02, -0.92, -0.74, -0.74, -0.45, -0.16, -0.17, 0.08)
+WARMED_UP = (-1.75, -1.36, -0.31, -0.03, -0.17, -0.06, 0.08, 0.11, 0.09, 0.25, 0.19, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("values", "warmup", "warned_at"),
+    [
+        (RAN_AWAY, 0, 5),
+        (RAN_AWAY, 4, 9),
+        (WARMED_UP, 4, None),
+        ((0.64, -0.13, 0.34, -0.2, -0.1, -0.1, -0.1, 0.5, -0.1), 0, None),
+        ((-0.1, -0.1, math.nan, -0.1, -0.1, -0.1), 0, None),
+    ],
+)
+def test_a_critic_worse_than_a_constant_is_told_once_the_actor_learns_from_it(
+    values, warmup, warned_at
+):
+    watch = Health(critic_warmup=warmup)
+    for update, value in enumerate(values, 1):
+        watch.update(update, END | {"explained_variance": value})
+    (warning,) = watch.warnings or [{"update": None, "kind": "critic", "text": "warmup_updates"}]
+    assert warning["update"] == warned_at
+    assert warning["kind"] == "critic"
+    assert "warmup_updates" in warning["text"]
+
+
+@pytest.mark.parametrize(("explained", "advice"), [(-0.4, "warmup"), (0.3, "ppo.kl_coef")])
+def test_answers_that_run_away_are_put_down_to_the_critic_where_it_misleads(explained, advice):
+    now = END | {"answer_length": 30.0, "eos_rate": 0.2, "explained_variance": explained}
+    assert advice in signs(START, now)["length"]
