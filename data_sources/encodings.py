@@ -95,11 +95,6 @@ class Encoding(ABC, Generic[E]):
         """
         return example
 
-    @property
-    def needs_record(self) -> bool:
-        """Whether `completed` adds something."""
-        return False
-
     def facts(self) -> dict[str, Any]:
         """Everything that decides what a record becomes, the code excepted."""
         return {
@@ -255,11 +250,6 @@ class PromptEncoding(Encoding[PromptExample]):
     def unpack(self, packed: list[int], uid: str, margin: float) -> PromptExample:
         """See `Encoding`."""
         return PromptExample(uid, packed, "", Record(()))
-
-    @property
-    def needs_record(self) -> bool:
-        """See `Encoding`."""
-        return True
 
     def completed(self, example: PromptExample, record: Record, cut: bool) -> PromptExample:
         """See `Encoding`."""

@@ -35,6 +35,8 @@ _GROUPS: dict[StageName, tuple[str, ...]] = {
 }
 # Told by the content of the stage's inputs instead of by name.
 _BY_CONTENT = ("model.actor", "model.reward", "data.chat_template")
+# They decide how fast, and where, but not what.
+_WITHOUT_RESULT = ("data.workers", "data.cache_dir")
 _STAGE_DATA = ("data.sft", "data.reward", "data.ppo")
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "tokenizers")
 
@@ -131,7 +133,7 @@ def stage_settings(config: RunConfig, stage: StageName) -> dict[str, object]:
     own = {
         key: value
         for key, value in flat.items()
-        if key.startswith(_GROUPS[stage]) and key not in _BY_CONTENT
+        if key.startswith(_GROUPS[stage]) and key not in (*_BY_CONTENT, *_WITHOUT_RESULT)
     }
     read = _data_read(config, stage)
     for key in _STAGE_DATA:

@@ -179,6 +179,17 @@ class DataConfig(Section):
         description="Tokens that carry loss in SFT: those of the last answer, of every assistant "
         "turn, or all, prompts included.",
     )
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that turn text into tokens where there are many rows; unset: the "
+        "machine's cores over its ranks.",
+    )
+    cache_dir: Location | None = Field(
+        None,
+        description="Where the tokens of large data are kept for the next start; unset: "
+        "$RLHF_CACHE, else $XDG_CACHE_HOME/rlhf, else ~/.cache/rlhf.",
+    )
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
     )

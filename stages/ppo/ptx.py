@@ -160,7 +160,7 @@ def load_text_mix(
         config.data.sft_loss_on,
         tokenizer.eos_token_id,
     )
-    rows = encode(answered_first(records), encoding)
+    rows = encode(answered_first(records), encoding, config.data)
     reasons += rows.reasons
     if not rows:
         raise ConfigError(

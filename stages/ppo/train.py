@@ -88,8 +88,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         ppo.max_prompt_length,
         config.data.truncation.ppo,
     )
-    prompts = encode(data.train, encoding)
-    evaluation = encode(data.evaluation, encoding)
+    prompts = encode(data.train, encoding, config.data)
+    evaluation = encode(data.evaluation, encoding, config.data)
     held_out = evaluation[: ppo.eval_prompts]
     dropped = prompts.reasons + evaluation.reasons + Counter(data.counts.dropped("ppo"))
     if not prompts or not held_out:

@@ -97,8 +97,8 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     encoding = SFTEncoding(
         fmt, tokenizer_hash(tokenizer), longest, config.data.truncation.sft, loss_on
     )
-    train = encode(data.train, encoding)
-    held_out = encode(data.evaluation, encoding)
+    train = encode(data.train, encoding, config.data)
+    held_out = encode(data.evaluation, encoding, config.data)
     dropped = train.reasons + held_out.reasons + Counter(data.counts.dropped("sft"))
     log_dropped(log, dropped)
     if not train or not held_out:

@@ -1,12 +1,17 @@
-"""Runs one stage in a process of its own, alone or under torchrun: `stage_runs.py OUT STAGE`."""
+"""Runs one stage in a process of its own, alone or under torchrun: `stage_runs.py OUT STAGE`.
+
+With TEST_SMALL_ROWS set, data of so many rows is encoded into files.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from data_sources import encode
 from rlhf_app.commands.worker import leave
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.run_directory import RunDirectory
@@ -27,6 +32,7 @@ def split_small_weights() -> None:
 
 if __name__ == "__main__":
     split_small_weights()
+    encode.SMALL_ROWS = int(os.environ.get("TEST_SMALL_ROWS", encode.SMALL_ROWS))
     run = RunDirectory(Path(sys.argv[1]))
     config = RunConfig.model_validate_json((run.path / "test_config.json").read_text())
     importlib.import_module(f"stages.{sys.argv[2]}.train").main(config, run)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data_sources.encode import encode
 from data_sources.encoded import ListedExamples
 from data_sources.examples import NO_TARGET
 from data_sources.records import Message, Record
@@ -119,7 +118,7 @@ def record(prompt, response=None):
 
 def text_rows(records, limit, loss_on="response"):
     encoding = TextEncoding(Format(), "hash", limit, "right", loss_on, eos_id=2)
-    rows = encode(answered_first(records), encoding)
+    rows = ListedExamples.of(answered_first(records), encoding)
     return list(rows), rows.reasons
 
 
