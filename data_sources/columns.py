@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from data_sources.fields import listed
@@ -14,33 +14,41 @@ _DEEPEST = 3
 
 
 def mapped(
-    source: str, rows: Sequence[RawRow | BadRow], columns: Mapping[str, str]
-) -> list[RawRow | BadRow]:
-    """Returns the rows with columns under our names.
+    source: str,
+    first: Sequence[RawRow | BadRow],
+    rest: Iterable[RawRow | BadRow],
+    columns: Mapping[str, str],
+) -> tuple[list[RawRow | BadRow], Iterator[RawRow | BadRow]]:
+    """Returns the first rows and the rest with columns under our names.
 
     A mapped name wins over a column that has it already.
 
     Args:
         source: the source's name, for messages.
-        rows: raw rows.
+        first: raw rows.
+        rest: those after them.
         columns: ours -> theirs; `a.b` is b inside the object a, `a.0` the first item of a list. A
             column that has the whole name comes first.
 
     Raises:
-        ConfigError: no row has a column that is named.
+        ConfigError: none of the first rows has a column that is named.
     """
     if not columns:
-        return list(rows)
-    result = [_mapped(row, columns) if isinstance(row, RawRow) else row for row in rows]
-    found = {name for row in result if isinstance(row, RawRow) for name in row.values}
+        return list(first), iter(rest)
+    renamed = [_renamed(row, columns) for row in first]
+    found = {name for row in renamed if isinstance(row, RawRow) for name in row.values}
     for ours, theirs in columns.items():
         if found and ours not in found:
-            theirs_found = [row.values for row in rows if isinstance(row, RawRow)]
+            theirs_found = [row.values for row in first if isinstance(row, RawRow)]
             raise ConfigError(
                 f"data source {source}: data.sources[].columns names {theirs!r} for {ours}, "
                 f"but the columns are {listed(_names(theirs_found, nested='.' in theirs))}"
             )
-    return result
+    return renamed, (_renamed(row, columns) for row in rest)
+
+
+def _renamed(row: RawRow | BadRow, columns: Mapping[str, str]) -> RawRow | BadRow:
+    return _mapped(row, columns) if isinstance(row, RawRow) else row
 
 
 def _mapped(row: RawRow, columns: Mapping[str, str]) -> RawRow:

@@ -52,6 +52,16 @@ class SourceCounts:
         if len(kept) < SAMPLES_PER_REASON:
             kept.append(sample)
 
+    def add(self, later: SourceCounts) -> None:
+        """Counts further rows of the same source."""
+        self.read += later.read
+        self.records += later.records
+        self.unusable.update(later.unusable)
+        self.notes.update(later.notes)
+        for reason, samples in later.samples.items():
+            kept = self.samples.setdefault(reason, [])
+            kept += samples[: SAMPLES_PER_REASON - len(kept)]
+
 
 @dataclass(slots=True)
 class StageCounts:

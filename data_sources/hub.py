@@ -138,9 +138,22 @@ def dataset_rows(path: str, loaded: Any, wanted: Sequence[str]) -> Rows:
                 "set the source's split"
             )
         loaded = loaded[split]
-    return _numbered(path, loaded)
+    return DatasetRows(path, loaded)
 
 
-def _numbered(path: str, loaded: Any) -> Iterator[RawRow]:
-    for number, values in enumerate(loaded, 1):
-        yield RawRow(f"{path} row {number}", dict(values))
+class DatasetRows(Iterator[RawRow]):
+    """The rows of a dataset of the `datasets` library.
+
+    Args:
+        path: the source, for messages.
+        dataset: one split.
+    """
+
+    def __init__(self, path: str, dataset: Any) -> None:
+        self.dataset = dataset
+        self._rows = (
+            RawRow(f"{path} row {number}", dict(values)) for number, values in enumerate(dataset, 1)
+        )
+
+    def __next__(self) -> RawRow:
+        return next(self._rows)

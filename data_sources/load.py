@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 from data_sources.columns import mapped
 from data_sources.counts import SourceCounts
 from data_sources.custom import LEFT_OUT, custom_shape
-from data_sources.fields import Row, RowError
 from data_sources.hub import Hub
-from data_sources.identity import content_uid, prompt_key
-from data_sources.named import NamedDataset, find
-from data_sources.normalise import Normalised
-from data_sources.raw_rows import BadRow, RawRow
-from data_sources.records import Record
+from data_sources.named import find
+from data_sources.processes import default_workers, in_order
+from data_sources.published import opened
+from data_sources.raw_rows import BadRow, RawRow, Rows
+from data_sources.record_table import ListedRecords, RecordTable
+from data_sources.row_maker import FOR_TRAINING, OTHER_SPLIT, RowMaker, sample
 from data_sources.shapes import Shape, recognise
+from data_sources.source_identity import is_large, source_identity
 from data_sources.sources import is_hub_id, read_source
-from data_sources.split import held_out
+from data_sources.stored_records import StoredRecords, packed, write_records
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
-UNEXPECTED = "values are not of the expected kind"
-OTHER_SPLIT = "row is of the other split"
-FOR_TRAINING = "prompt is in the nine tenths to train on"
+log = logging.getLogger(__name__)
+
 # Left out on purpose, whatever their number.
 SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING, LEFT_OUT})
-# Held out of datasets that have one split, as DeepSpeed-Chat does (9:1).
-_EVALUATION_SHARE = 0.1
 _REASONS_SHOWN = 3
-_UNEXPECTED = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    StopIteration,
-    OverflowError,
-    RecursionError,
-)
+# Looked at for the shape of a source and for columns of other names.
+_FIRST_ROWS = 10_000
+# Handed to a process at a time.
+_PART_ROWS = 2_000
 
 
 def load_source(
@@ -50,8 +47,12 @@ def load_source(
     max_bad_fraction: float,
     evaluation: bool = False,
     hub: Hub | None = None,
-) -> tuple[list[Record], SourceCounts]:
+    cache: Path | None = None,
+    workers: int | None = None,
+) -> tuple[RecordTable, SourceCounts]:
     """Returns (records in file order, counts).
+
+    A large source is read once for all processes and starts, and its records lie in files.
 
     Args:
         source: path, split, column names and normaliser.
@@ -60,78 +61,83 @@ def load_source(
         evaluation: take the source's test split by default; of known datasets without one, a
             tenth of the prompts.
         hub: where datasets are loaded from; None is the Hugging Face Hub.
+        cache: directory for the records of large sources; None keeps all in memory.
+        workers: processes that make them; None is the cores that are left for each rank.
 
     Raises:
-        ConfigError: nothing readable, no known shape, no rows, or too many unusable ones.
+        ConfigError: nothing readable, no known shape, no rows, too many unusable ones, or the
+            cache cannot be written to.
     """
     counts = SourceCounts(without_secrets(source.path))
-    rows = list(read_source(source.path, source.split, evaluation=evaluation, hub=hub))
-    rows = mapped(counts.path, rows, source.columns)
-    counts.read = len(rows)
-    good = [row.values for row in rows if isinstance(row, RawRow)]
-    if not rows:
+    rows = read_source(source.path, source.split, evaluation=evaluation, hub=hub)
+    name = None
+    if cache is not None and is_large(rows):
+        name = source_identity(
+            source, rows, verbatim=verbatim, evaluation=evaluation, known=cache / "contents"
+        )
+    if cache is None or name is None:
+        maker, joined = _recognised(source, rows, counts, verbatim, evaluation)
+        table = ListedRecords(maker.records(joined, counts))
+        _check_share(counts, max_bad_fraction)
+        return table, counts
+
+    def build(folder: Path) -> None:
+        log.info("reading %s once, for all processes: %s", counts.path, folder.parent)
+        began = time.perf_counter()
+        maker, joined = _recognised(source, rows, counts, verbatim, evaluation)
+        parts = iter(lambda: list(islice(joined, _PART_ROWS)), [])
+        packs = in_order(partial(packed, maker), parts, workers or default_workers())
+        write_records(folder, maker.source, packs, counts)
+        _check_share(counts, max_bad_fraction)
+        seconds = time.perf_counter() - began
+        log.info("read %d rows of %s in %.0f s", counts.read, counts.path, seconds)
+
+    stored = opened(cache / "records", name, build, StoredRecords)
+    # It may have been read under another address of the same content.
+    found = replace(stored.counts, path=counts.path)
+    _check_share(found, max_bad_fraction)
+    return stored, found
+
+
+def _recognised(
+    source: SourceConfig, rows: Rows, counts: SourceCounts, verbatim: bool, evaluation: bool
+) -> tuple[RowMaker, Iterator[tuple[RawRow | BadRow, int]]]:
+    """Returns (what makes records of the rows, the rows with the number each is joined from)."""
+    first, rest = mapped(counts.path, list(islice(rows, _FIRST_ROWS)), rows, source.columns)
+    good = [row.values for row in first if isinstance(row, RawRow)]
+    if not first:
         raise ConfigError(f"data source {counts.path} holds no rows")
     if not good:
-        bad = next(row for row in rows if isinstance(row, BadRow))
+        bad = next(row for row in first if isinstance(row, BadRow))
+        number = f"{'first ' if next(rest, None) else ''}{len(first)}"
         raise ConfigError(
-            f"data source {counts.path}: none of its {len(rows)} rows can be read "
-            f"({bad.where}: {_sample(bad.reason, bad.detail)})"
+            f"data source {counts.path}: none of its {number} rows can be read "
+            f"({bad.where}: {sample(bad.reason, bad.detail)})"
         )
     known = find(source.path) if is_hub_id(source.path) else None
     shape = custom_shape(source.normaliser) if source.normaliser else known and known.as_shape()
     shape = shape or recognise(counts.path, good, source.columns)
-    by_default = known if source.split is None else None
     counts.shape = shape.name
-    name = Path(counts.path).name
-    records: list[Record] = []
-    joined: Iterator[tuple[RawRow | BadRow, int]] = (
-        shape.join(rows) if shape.join else ((row, 1) for row in rows)
-    )
-    for row, size in joined:
-        if isinstance(row, RawRow) and _is_of_other_split(by_default, row.values, evaluation):
-            row = BadRow(row.where, OTHER_SPLIT, "")
-        if isinstance(row, BadRow):
-            counts.reject(row.reason, _sample(row.where, row.detail), size)
-            continue
-        try:
-            result = _normalised(shape, row.values, verbatim)
-        except RowError as error:
-            counts.reject(error.reason, _sample(row.where, error.detail), size)
-            continue
-        made = result.records
-        if evaluation and by_default and by_default.evaluates_on_a_share:
-            made = tuple(r for r in made if held_out(prompt_key(r.messages), _EVALUATION_SHARE))
-            if not made:
-                counts.reject(FOR_TRAINING, row.where, size)
-                continue
-        counts.notes.update(result.notes)
-        for record in made:
-            records.append(replace(record, source=name, uid=content_uid(record)))
-    counts.records = len(records)
-    _check_share(counts, max_bad_fraction)
-    return records, counts
+    maker = RowMaker(shape, Path(counts.path).name, verbatim)
+    if known is not None and source.split is None:
+        maker = replace(
+            maker,
+            split=known.row_splits and known.row_splits[evaluation],
+            held_out_only=evaluation and known.evaluates_on_a_share,
+        )
+    return maker, _joined(shape, chain(_drained(first), rest))
 
 
-def _is_of_other_split(known: NamedDataset | None, row: Row, evaluation: bool) -> bool:
-    if known is None or known.row_splits is None:
-        return False
-    return row.get("split") != known.row_splits[evaluation]
+def _joined(shape: Shape, rows: Iterator[RawRow | BadRow]) -> Iterator[tuple[RawRow | BadRow, int]]:
+    """Yields (row, number of rows that it was made of); only joining holds all of them."""
+    return shape.join(rows) if shape.join else ((row, 1) for row in rows)
 
 
-def _normalised(shape: Shape, row: Row, verbatim: bool) -> Normalised:
-    """Normalises one row; whatever its values trip over is a reason to count it."""
-    try:
-        return shape.normalise(row, shape.columns, verbatim)
-    except RowError:
-        raise
-    except _UNEXPECTED as error:
-        raise RowError(UNEXPECTED, f"{type(error).__name__}: {error}"[:80]) from error
-
-
-def _sample(where: str, detail: str) -> str:
-    # Values are shown to the user: no half of a surrogate pair, and one line.
-    detail = " ".join(detail.encode("utf-8", "backslashreplace").decode("utf-8").split())
-    return f"{where}: {detail}" if detail else where
+def _drained(rows: list[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
+    """Yields the rows, and keeps none that was taken."""
+    rows.reverse()
+    while rows:
+        yield rows.pop()
 
 
 def _check_share(counts: SourceCounts, limit: float) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
 from data_sources.hub import EVALUATION_SPLITS, TRAIN_SPLITS, Hub, dataset_rows, hub_rows
-from data_sources.raw_rows import Rows
+from data_sources.raw_rows import BadRow, RawRow, Rows
 from data_sources.readers import is_data_file, read_file
 from data_sources.remote import RemoteFile, remote_files
 from rlhf_app.data_paths import fixed_part, has_wildcards, is_url, matching_files
@@ -42,14 +43,14 @@ def read_source(
     if place.is_file():
         if split:
             raise ConfigError(f"{path} is one file and has no split {split!r}; drop the split")
-        return read_file(place)
+        return FileRows([place])
     if place.is_dir():
         saved = {"dataset_dict.json", "state.json"} & {p.name for p in place.iterdir()}
         return _saved(path, wanted) if saved else _directory(place, split, wanted)
     if has_wildcards(path):
         base = fixed_part(path)
         matching = {file.relative_to(base): file for file in matching_files(path)}
-        return _files(_of_split(f"pattern {path}", matching, split, wanted, all_of_one=True))
+        return FileRows(_of_split(f"pattern {path}", matching, split, wanted, all_of_one=True))
     if not is_hub_id(path):
         raise ConfigError(f"data source {path} does not exist; check the path and the cwd")
     return hub_rows(path, split, evaluation=evaluation, hub=hub)
@@ -64,7 +65,7 @@ def is_hub_id(path: str) -> bool:
 
 def _directory(place: Path, split: str | None, wanted: Sequence[str]) -> Rows:
     found = {path.relative_to(place): path for path in sorted(place.rglob("*")) if path.is_file()}
-    return _files(_of_split(f"directory {place}", found, split, wanted))
+    return FileRows(_of_split(f"directory {place}", found, split, wanted))
 
 
 def _remote(url: str, split: str | None, wanted: Sequence[str]) -> Rows:
@@ -75,8 +76,8 @@ def _remote(url: str, split: str | None, wanted: Sequence[str]) -> Rows:
     if found.is_file:
         if split:
             raise ConfigError(f"{shown} is one file and has no split {split!r}; drop the split")
-        return _files(list(found.files.values()))
-    return _files(_of_split(shown, found.files, split, wanted, all_of_one="*" in url))
+        return FileRows(list(found.files.values()))
+    return FileRows(_of_split(shown, found.files, split, wanted, all_of_one="*" in url))
 
 
 def _of_split(
@@ -131,9 +132,19 @@ def _split_in_name(path: PurePath) -> str | None:
     return None
 
 
-def _files(files: Sequence[Path | RemoteFile]) -> Rows:
-    for path in files:
-        yield from read_file(path)
+class FileRows(Iterator[RawRow | BadRow]):
+    """The rows of files one after another.
+
+    Args:
+        files: are opened when their rows are asked for.
+    """
+
+    def __init__(self, files: Sequence[Path | RemoteFile]) -> None:
+        self.files = tuple(files)
+        self._rows = chain.from_iterable(map(read_file, files))
+
+    def __next__(self) -> RawRow | BadRow:
+        return next(self._rows)
 
 
 def _saved(path: str, wanted: Sequence[str]) -> Rows:

@@ -1,0 +1,94 @@
+"""Work on the parts of a sequence in several processes; results come in the order of the parts.
+
+Processes are spawned, not forked: a fork would copy the threads' locks of tokenizers, torch and
+NCCL in whatever state they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import current_process, get_context
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_work: Callable[[Any], Any]
+
+
+def default_workers() -> int:
+    """Cores of this machine that are left for each of its ranks, at least 1."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // max(ranks, 1))
+
+
+def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Iterator[R]:
+    """Yields the results of all parts; few parts and results are in memory at a time.
+
+    Where processes cannot start, one is killed, or the work cannot be sent to them, this one does
+    the rest.
+
+    Args:
+        work: has no state of its own.
+        parts: are taken as they are needed.
+        workers: processes; 1 works in this one.
+    """
+    parts = iter(parts)
+    waiting: deque[tuple[P, Future[R]]] = deque()
+    if workers > 1 and not current_process().daemon and _can_be_sent(work):
+        # One part is not worth a process.
+        first = list(islice(parts, 2))
+        if len(first) < 2:
+            yield from map(work, first)
+            return
+        pool = ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=_receive, initargs=(work,)
+        )
+        try:
+            for source in (first, parts):
+                for part in source:
+                    waiting.append((part, pool.submit(_call, part)))
+                    if len(waiting) > 2 * workers:
+                        yield waiting[0][1].result()
+                        waiting.popleft()
+            while waiting:
+                yield waiting[0][1].result()
+                waiting.popleft()
+        except BrokenProcessPool as error:
+            log.warning(
+                "one of %d processes could not start or was killed (is memory short? see "
+                "data.workers); this process goes on alone: %s",
+                *(workers, error),
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)
+    yield from (work(part) for part, _ in waiting)
+    yield from map(work, parts)
+
+
+def _can_be_sent(work: Callable[[Any], Any]) -> bool:
+    try:
+        pickle.dumps(work)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def _receive(work: Callable[[Any], Any]) -> None:
+    global _work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
+    _work = work
+
+
+def _call(part: Any) -> Any:
+    return _work(part)
