@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import current_process, get_context
 from typing import Any, TypeVar
 
@@ -44,25 +44,28 @@ def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Iterat
         workers: processes; 1 works in this one.
     """
     parts = iter(parts)
-    waiting: deque[tuple[P, Future[R]]] = deque()
+    # Parts whose results have not been yielded, and those results.
+    waiting: deque[P] = deque()
+    results: deque[Future[R]] = deque()
     if workers > 1 and not current_process().daemon and _can_be_sent(work):
         # One part is not worth a process.
         first = list(islice(parts, 2))
         if len(first) < 2:
             yield from map(work, first)
             return
+        parts = chain(first, parts)
         pool = ProcessPoolExecutor(
             workers, mp_context=get_context("spawn"), initializer=_receive, initargs=(work,)
         )
         try:
-            for source in (first, parts):
-                for part in source:
-                    waiting.append((part, pool.submit(_call, part)))
-                    if len(waiting) > 2 * workers:
-                        yield waiting[0][1].result()
-                        waiting.popleft()
+            for part in parts:
+                waiting.append(part)  # before it is submitted, which fails after a crash
+                results.append(pool.submit(_call, part))
+                if len(waiting) > 2 * workers:
+                    yield results.popleft().result()
+                    waiting.popleft()
             while waiting:
-                yield waiting[0][1].result()
+                yield results.popleft().result()
                 waiting.popleft()
         except BrokenProcessPool as error:
             log.warning(
@@ -72,7 +75,7 @@ def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Iterat
             )
         finally:
             pool.shutdown(cancel_futures=True)
-    yield from (work(part) for part, _ in waiting)
+    yield from map(work, waiting)
     yield from map(work, parts)
 
 
