@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from data_sources.encoded import Examples, ListedExamples
 from data_sources.encodings import E, Encoding
-from data_sources.parallel_encoding import default_workers
+from data_sources.processes import default_workers
 from data_sources.published import cache_root
 from data_sources.records import Record
 from data_sources.stored_examples import stored_examples

@@ -85,12 +85,13 @@ class Encoding(ABC, Generic[E]):
     def unpack(self, packed: list[int], uid: str, margin: float) -> E:
         """Returns what was packed."""
 
-    def completed(self, example: E, record: Record, cut: bool) -> E:
+    def completed(self, example: E, records: Sequence[Record], place: int, cut: bool) -> E:
         """Returns an unpacked example with what is not packed.
 
         Args:
             example: as `unpack` returned it.
-            record: that it comes from.
+            records: all of them; reading one costs something.
+            place: of the one that it comes from.
             cut: it was too long, and is not what the record says.
         """
         return example
@@ -251,8 +252,11 @@ class PromptEncoding(Encoding[PromptExample]):
         """See `Encoding`."""
         return PromptExample(uid, packed, "", Record(()))
 
-    def completed(self, example: PromptExample, record: Record, cut: bool) -> PromptExample:
+    def completed(
+        self, example: PromptExample, records: Sequence[Record], place: int, cut: bool
+    ) -> PromptExample:
         """See `Encoding`."""
+        record = records[place]
         if cut:
             return self.examples(record, Counter())[0]
         turns = [(message.role, message.content) for message in record.messages]

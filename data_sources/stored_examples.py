@@ -15,26 +15,29 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 import data_sources
+from data_sources.different_records import each_once
 from data_sources.encoded import Examples
 from data_sources.encodings import E, Encoding
-from data_sources.parallel_encoding import encoded_chunks
-from data_sources.published import published
+from data_sources.processes import in_order
+from data_sources.published import opened
 from data_sources.records import Record
-from data_sources.token_files import TokenFiles, TokenWriter
+from data_sources.token_files import Chunk, TokenFiles, TokenWriter, encode_chunk
 from rlhf_app.models import chat_format, turn_spans, written_formats
 
 log = logging.getLogger(__name__)
 
+#: Rows of a task: enough that handing it over costs nothing, few enough to lie in memory.
+CHUNK_ROWS = 2_000
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 
@@ -75,10 +78,10 @@ class StoredExamples(Examples[E]):
 
     def _get(self, place: int) -> E:
         item, at = int(self._items_I[place]), int(self._records_I[place])
-        record, files = self._records[at], self._files
-        example = self._encoding.unpack(files.packed(item), record.uid, files.margin(item))
+        uid, files = self._records[at].uid, self._files
+        example = self._encoding.unpack(files.packed(item), uid, files.margin(item))
         cut = bool(files.reasons[self._codes_N[at]])
-        return self._encoding.completed(example, record, cut)
+        return self._encoding.completed(example, self._records, at, cut)
 
     def targets(self, place: int) -> int:
         """See `Examples`."""
@@ -105,11 +108,10 @@ def stored_examples(
     Raises:
         ConfigError: the cache cannot be written to.
     """
-    digests_R, order_R, places_N = each_once(records)
+    identity, once, places_N = each_once(records)
 
     def build(folder: Path) -> None:
         began = time.perf_counter()
-        once = _Picked(records, order_R)
         with TokenWriter(folder) as writer:
             for chunk in encoded_chunks(encoding, once, workers):
                 writer.append(chunk)
@@ -119,72 +121,26 @@ def stored_examples(
             *(len(once), writer.tokens, seconds, workers, folder.parent),
         )
 
-    name = f"{encoding.name}-{_fingerprint(digests_R, encoding)}"
-    return StoredExamples(
-        records, places_N, encoding, TokenFiles(published(root / "tokens", name, build))
-    )
+    name = f"{encoding.name}-{_fingerprint(identity, encoding)}"
+    files = opened(root / "tokens", name, build, TokenFiles)
+    return StoredExamples(records, places_N, encoding, files)
 
 
-class _Picked(Sequence[Record]):
-    """Some of the records, in another order."""
-
-    def __init__(self, records: Sequence[Record], order_R: NDArray[np.int64]) -> None:
-        self._records, self._order_R = records, order_R
-
-    def __len__(self) -> int:
-        return len(self._order_R)
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [self._records[place] for place in self._order_R[index]]
-        return self._records[self._order_R[index]]
+def encoded_chunks(
+    encoding: Encoding[E], records: Sequence[Record], workers: int
+) -> Iterator[Chunk]:
+    """Yields the records' chunks in their order; see `in_order`."""
+    starts = range(0, len(records), CHUNK_ROWS)
+    parts = (records[start : start + CHUNK_ROWS] for start in starts)
+    return in_order(partial(encode_chunk, encoding), parts, workers)
 
 
-def each_once(
-    records: Iterable[Record],
-) -> tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns what the different records are, in an order that does not depend on theirs.
-
-    Args:
-        records: in any order and number of repeats.
-
-    Returns:
-        (digest of each different record, place of one that has it, place of each record in them).
-    """
-    digests_N = np.frombuffer(b"".join(map(_digest, records)), dtype="V16")
-    pairs_N = digests_N.view([("high", ">u8"), ("low", ">u8")])
-    order_N = np.lexsort((pairs_N["low"], pairs_N["high"]))
-    sorted_N = digests_N[order_N]
-    new_N = np.ones(len(sorted_N), dtype=bool)
-    new_N[1:] = sorted_N[1:] != sorted_N[:-1]
-    places_N = np.empty(len(order_N), dtype=np.int64)
-    places_N[order_N] = np.cumsum(new_N) - 1
-    return sorted_N[new_N], order_N[new_N], places_N
-
-
-def _digest(record: Record) -> bytes:
-    """16 bytes of everything that decides the ids of a record."""
-    ids = record.ids
-    text = repr(
-        (
-            [(message.role, message.content) for message in record.messages],
-            (record.response, record.chosen, record.rejected, record.margin, record.rendered),
-            ids and (ids.tokenizer, ids.prompt, ids.response, ids.chosen, ids.rejected),
-        )
-    )
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _fingerprint(digests_R: NDArray[np.void], encoding: Encoding[E]) -> str:
+def _fingerprint(identity: bytes, encoding: Encoding[E]) -> str:
     facts = encoding.facts() | {name: version(name) for name in _LIBRARIES}
     found = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode("ascii"), digest_size=16)
     for path in code_files(type(encoding)):
         found.update(path.read_bytes())
-    found.update(digests_R.tobytes())
+    found.update(identity)
     return found.hexdigest()
 
 

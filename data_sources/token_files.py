@@ -136,12 +136,21 @@ class TokenWriter:
                 "reasons": list(self._reasons),
                 "highest_id": self._highest,
                 "tokens": self.tokens,
+                "bytes": sizes(self._folder),
             }
             (self._folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
+def sizes(folder: Path) -> dict[str, int]:
+    """Returns the bytes of each column's file."""
+    return {name: (folder / f"{name}.bin").stat().st_size for name in COLUMNS}
+
+
 class TokenFiles:
     """What a `TokenWriter` wrote, mapped into memory.
+
+    Raises:
+        OSError, ValueError, KeyError: a file is damaged.
 
     Attributes:
         lengths_I: of each item.
@@ -155,6 +164,8 @@ class TokenFiles:
 
     def __init__(self, folder: Path) -> None:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        if facts["bytes"] != sizes(folder):
+            raise ValueError("files are not as long as they were")
         columns = {name: _mapped(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self._packed, self._ends = columns["packed"], columns["ends"]
         self._margins = columns["margins"]

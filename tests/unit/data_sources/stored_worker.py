@@ -59,12 +59,13 @@ if __name__ == "__main__":
     chunks = stored_examples.encoded_chunks
 
     def slowly(encoding, records, workers):
-        for chunk in chunks(encoding, records, workers, chunk_rows=100):
+        for chunk in chunks(encoding, records, workers):
             encoded.append(len(chunk.columns["items"]))
             time.sleep(0.1)
             yield chunk
 
     stored_examples.encoded_chunks = slowly
+    stored_examples.CHUNK_ROWS = 100
     examples = stored_examples.stored_examples(
         rows(1000), SFTEncoding(chat_format(), "", 40, "right"), Path(sys.argv[1]), 1
     )

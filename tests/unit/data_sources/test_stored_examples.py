@@ -10,16 +10,15 @@ from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_sources import encode as encode_module
-from data_sources import parallel_encoding, stored_examples
+from data_sources import processes, stored_examples
+from data_sources.different_records import each_once
 from data_sources.encodings import PairEncoding, PromptEncoding, SFTEncoding
 from data_sources.examples import pair_examples, prompt_examples, sft_examples, target_tokens
 from data_sources.load import load_source
 from data_sources.records import Message, Record, TokenIds
-from data_sources.stored_examples import each_once
 from data_sources.token_files import TokenFiles
 from rlhf_app.config.data import DataConfig
 from rlhf_app.config.schema import SourceConfig
@@ -154,17 +153,16 @@ def test_nothing_is_left(stored):
 
 def test_each_record_once():
     rows = worker.rows(4)
-    order = [2, 0, 2, 3, 0]
-    digests, firsts, places = each_once([rows[i] for i in order])
-    assert len(set(digests.tolist())) == 3
-    assert digests.tolist() == sorted(digests.tolist())
-    assert [order[firsts[place]] for place in places] == order
-    assert np.array_equal(each_once([rows[i] for i in (3, 2, 0)])[0], digests)
+    picked = [rows[i] for i in (2, 0, 2, 3, 0)]
+    identity, once, places = each_once(picked)
+    assert len(once) == 3
+    assert [once[place] for place in places] == picked
+    assert each_once([rows[i] for i in (3, 2, 0)])[0] == identity
     other = [
         replace(rows[0], margin=9.0), replace(rows[0], rendered=True),
         replace(rows[0], response="other"), replace(rows[0], ids=TokenIds("t")),
     ]  # fmt: skip
-    assert len(each_once([rows[0], *other])[0]) == 5
+    assert len(each_once([rows[0], *other])[1]) == 5
 
 
 def test_another_order_finds_the_same_files(stored, builds):
@@ -221,8 +219,7 @@ def contents(folder):
 def test_the_number_of_processes_changes_nothing(stored, monkeypatch, tmp_path, caplog):
     rows = worker.rows(700)
     encoding = SFTEncoding(FMT, "", 40, "right")
-    defaults = parallel_encoding.encoded_chunks.__kwdefaults__
-    monkeypatch.setitem(defaults, "chunk_rows", 100)
+    monkeypatch.setattr(stored_examples, "CHUNK_ROWS", 100)
     expected = list(stored(rows, encoding, workers=1))
     alone = contents(tmp_path)
     for path in (tmp_path / "cache" / "tokens").rglob("*.*"):
@@ -234,18 +231,23 @@ def test_the_number_of_processes_changes_nothing(stored, monkeypatch, tmp_path, 
     assert "goes on alone" not in caplog.text
 
 
-def test_without_processes_this_one_goes_on(monkeypatch, caplog):
-    def broken(encoding, parts, workers):
-        yield from (parallel_encoding.encode_chunk(encoding, next(parts)) for _ in range(2))
-        raise parallel_encoding.BrokenProcessPool("killed")
+def test_where_no_process_can_start_this_one_goes_on(monkeypatch, caplog):
+    class Broken:
+        def __init__(self, *args, **settings):
+            pass
 
-    monkeypatch.setattr(parallel_encoding, "_by_processes", broken)
-    rows = worker.rows(50)
-    encoding = SFTEncoding(FMT, "", 40, "right")
-    chunks = parallel_encoding.encoded_chunks(encoding, rows, 2, chunk_rows=10)
-    ends = [chunk.columns["items"][-1] for chunk in chunks]
-    alone = parallel_encoding.encoded_chunks(encoding, rows, 1, chunk_rows=10)
-    assert ends == [chunk.columns["items"][-1] for chunk in alone]
+        def submit(self, *args):
+            raise processes.BrokenProcessPool("killed")
+
+        def shutdown(self, **settings):
+            pass
+
+    monkeypatch.setattr(stored_examples, "CHUNK_ROWS", 10)
+    rows, encoding = worker.rows(50), SFTEncoding(FMT, "", 40, "right")
+    alone = [c.reasons for c in stored_examples.encoded_chunks(encoding, rows, 1)]
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Broken)
+    assert [c.reasons for c in stored_examples.encoded_chunks(encoding, rows, 2)] == alone
+    assert len(alone) == 5
     assert "goes on alone: killed" in caplog.text
 
 
@@ -282,6 +284,17 @@ def test_a_cache_that_cannot_be_written_is_named(stored, tmp_path):
     (tmp_path / "cache").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*name another directory"):
         stored(worker.rows(2), SFTEncoding(FMT, "", 40, "right"))
+
+
+def test_damaged_files_are_made_again(stored, builds, tmp_path):
+    rows, encoding = worker.rows(20), SFTEncoding(FMT, "", 40, "right")
+    expected = list(stored(rows, encoding))
+    for damage in (lambda text: text[:-4], lambda text: b""):
+        for name in ("packed.bin", "facts.json"):
+            (path,) = (tmp_path / "cache" / "tokens").glob(f"sft-*/{name}")
+            path.write_bytes(damage(path.read_bytes()))
+            assert list(stored(rows, encoding)) == expected
+    assert builds == [20] * 5
 
 
 def test_few_rows_stay_in_memory(tmp_path):
