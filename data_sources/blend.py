@@ -9,36 +9,18 @@ temperature or an exhaustion policy of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
-from data_sources.identity import unit_hash
-from data_sources.records import Record
-from rlhf_app.config.schema import StageName
+import numpy as np
+from numpy.typing import NDArray
+
+from data_sources.identity import unit_hashes
 
 Exhaustion = Literal["weights", "first_exhausted", "all_exhausted", "once"]
 
 #: More repetitions of a row than anyone means to ask for.
 MOST_REPEATS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """A record with its prompt key and what its source says of it.
-
-    Attributes:
-        record, key: the record, `prompt_key` of its prompt.
-        weight: how often it is taken on average.
-        source: place of its source among those that were read.
-        stages: the only stages that it may go to; empty: any.
-    """
-
-    record: Record
-    key: str
-    weight: float
-    source: int = 0
-    stages: tuple[StageName, ...] = ()
 
 
 def take_rates(
@@ -76,37 +58,54 @@ def take_rates(
     return [round(rate / unit, 9) for rate in rates]
 
 
-def most_rows(records: Sequence[Record], most: int | None) -> list[Record]:
-    """Returns at most `most` records, drawn by their content, in the given order.
+def most_rows(uids_N: NDArray[np.uint64], most: int | None) -> NDArray[np.int64]:
+    """Returns the places of at most `most` rows, drawn by their content, in the given order.
 
     The file's order does not matter, nor does the seed: the first ones of a sorted file would be
     a skewed sample.
+
+    Args:
+        uids_N: uint64, the rows' uids as numbers.
+        most: None keeps all.
     """
-    if most is None or len(records) <= most:
-        return list(records)
-    ranked = sorted(range(len(records)), key=lambda i: (unit_hash("cap", records[i].uid), i))
-    return [records[i] for i in sorted(ranked[:most])]
+    if most is None or len(uids_N) <= most:
+        return np.arange(len(uids_N))
+    ranked = np.argsort(unit_hashes(uids_N, "cap"), kind="stable")
+    return np.sort(ranked[:most])
 
 
-def copies(item: Weighted, seed: int) -> int:
-    """Returns how often a row is taken: weight 2.3 is 2, and 3 for 30 % of the rows.
+def copies(uids_N: NDArray[np.uint64], rate: float, seed: int) -> NDArray[np.int64]:
+    """Returns how often each row is taken: rate 2.3 is 2, and 3 for 30 % of the rows.
 
     The rows are drawn by a hash of their content and the seed: the same on every rank, and
     unchanged by other rows.
     """
-    whole = math.floor(item.weight)
-    rest = item.weight - whole
-    return whole + int(unit_hash("blend", str(seed), item.record.uid) < rest)
+    whole = math.floor(rate)
+    taken_N = np.full(len(uids_N), whole)
+    if rest := rate - whole:
+        taken_N += unit_hashes(uids_N, "blend", str(seed)) < rest
+    return taken_N
 
 
-def in_order(items: Iterable[tuple[Record, int]], seed: int) -> list[Record]:
-    """Returns the records in an order that mixes the sources and depends on the seed alone.
+def in_order(
+    uids_N: NDArray[np.uint64], copies_N: NDArray[np.int64], seed: int
+) -> NDArray[np.int64]:
+    """Returns places of rows in an order that mixes the sources and depends on the seed alone.
 
     Args:
-        items: (record, copy number) pairs.
+        uids_N: uint64, the rows' uids as numbers.
+        copies_N: how often each row comes.
         seed: run seed.
     """
-    ranked = sorted(
-        items, key=lambda item: (unit_hash("order", str(seed), item[0].uid, str(item[1])), item[1])
-    )
-    return [record for record, _ in ranked]
+    place, copy = np.flatnonzero(copies_N), 0
+    places: list[NDArray[np.int64]] = []
+    ranks: list[NDArray[np.float64]] = []
+    while len(place):
+        places.append(place)
+        ranks.append(unit_hashes(uids_N[place], "order", str(seed), after=[str(copy)]))
+        copy += 1
+        place = place[copies_N[place] > copy]
+    if not places:
+        return np.empty(0, dtype=np.int64)
+    # First copies stand before second ones here, which settles equal ranks.
+    return np.concatenate(places)[np.argsort(np.concatenate(ranks), kind="stable")]

@@ -8,10 +8,15 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_sources.records import Message, Record
 from data_sources.transcripts import parse_turns
 
 _SPACE = re.compile(r"\s+")
+#: Rows of which Python objects exist at a time.
+_CHUNK = 1 << 16
 
 
 def digest(*parts: str) -> str:
@@ -26,6 +31,29 @@ def unit_hash(*parts: str) -> float:
     Only the top 53 bits are used: all 64 could round up to 1.0.
     """
     return (int(digest(*parts), 16) >> 11) / 2**53
+
+
+def unit_hashes(
+    numbers_N: NDArray[np.uint64], *before: str, after: Sequence[str] = ()
+) -> NDArray[np.float64]:
+    """Returns `unit_hash(*before, digits, *after)` of many rows.
+
+    Args:
+        numbers_N: uint64; a part of 16 hexadecimal digits each, as a number.
+        *before: parts in front of it, the same for all rows.
+        after: parts behind it, the same for all rows.
+    """
+    head = (json.dumps(before)[:-1] + ', "').encode("ascii")
+    tail = ('"' + "".join(f", {json.dumps(part)}" for part in after) + "]").encode("ascii")
+    hash_of, found_N = hashlib.blake2b, np.empty(len(numbers_N), dtype=np.float64)
+    for start in range(0, len(numbers_N), _CHUNK):
+        digests = b"".join(
+            hash_of(b"%b%016x%b" % (head, number, tail), digest_size=8).digest()
+            for number in numbers_N[start : start + _CHUNK].tolist()
+        )
+        # See unit_hash: 53 bits, which a float holds exactly.
+        found_N[start : start + _CHUNK] = (np.frombuffer(digests, dtype=">u8") >> 11) / 2**53
+    return found_N
 
 
 def content_uid(record: Record) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from data_sources.counts import SourceCounts
-from data_sources.records import Record
+from data_sources.record_table import RecordTable
 from data_sources.stage_data import Reader
 from rlhf_app.config.schema import SourceConfig
 
-Loaded = tuple[list[Record], SourceCounts]
+Loaded = tuple[RecordTable, SourceCounts]
 
 
 class ReadOnce:
@@ -24,7 +24,7 @@ class ReadOnce:
     def __init__(
         self,
         read: Reader,
-        on_read: Callable[[list[Record], SourceCounts, bool], None] = lambda *_: None,
+        on_read: Callable[[RecordTable, SourceCounts, bool], None] = lambda *_: None,
     ) -> None:
         self._read = read
         self._on_read = on_read

@@ -8,9 +8,13 @@ same for every stage: no stage trains on a prompt that another stage evaluates o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-from data_sources.identity import unit_hash
+import numpy as np
+from numpy.typing import NDArray
+
+from data_sources.identity import unit_hash, unit_hashes
 from rlhf_app.config.schema import STAGES, StageName
 
 
@@ -37,32 +41,63 @@ def restricted_shares(
     return stage_shares(split, both) or dict.fromkeys(both, 1 / len(both) if both else 0.0)
 
 
-def home(claims: Collection[StageName], key: str, shares: Mapping[StageName, float]) -> StageName:
-    """Returns the one stage of a prompt that sources would send to several.
-
-    It is the stage that the prompt has without restrictions, if a source sends it there: rows of
-    unrestricted sources therefore never move. Else the first of the claims in the order of stages.
+def stages_of(keys_N: NDArray[np.uint64], shares: Mapping[StageName, float]) -> NDArray[np.int8]:
+    """Returns the stages that own prompts, as places in STAGES.
 
     Args:
-        claims: stages that the sources with this prompt send it to, at least one.
-        key: of the prompt.
-        shares: of the split without restrictions.
+        keys_N: uint64, `prompt_key` of each as a number.
+        shares: of the stages, at least one.
     """
-    if shares and (usual := stage_of(key, shares)) in claims:
-        return usual
-    return min(claims, key=STAGES.index)
+    places = np.array([STAGES.index(name) for name in shares], dtype=np.int8)
+    if len(places) == 1:
+        return np.full(len(keys_N), places[0])
+    # The shares' float sum may end just below 1: the last one has no upper end.
+    upper = list(accumulate(shares.values()))[:-1]
+    return places[np.searchsorted(upper, unit_hashes(keys_N, "stage"), side="right")]
 
 
-def stage_of(key: str, shares: Mapping[StageName, float]) -> StageName:
-    """Returns the stage that owns the prompt with this key (`prompt_key`)."""
-    position, upper = unit_hash("stage", key), 0.0
-    for name, share in shares.items():
-        upper += share
-        if position < upper:
-            return name
-    return name  # the shares' float sum may end just below 1
+def at_home(
+    keys_N: NDArray[np.uint64],
+    claims_N: NDArray[np.int8],
+    stage: StageName,
+    shares: Mapping[StageName, float],
+) -> NDArray[np.int64]:
+    """Returns which of a stage's claims hold where sources send a prompt to several stages.
+
+    A prompt belongs to the stage that it has without restrictions, if a source sends it there:
+    rows of unrestricted sources therefore never move. Else to the first of its claims in the order
+    of stages.
+
+    Args:
+        keys_N: uint64, prompt keys of the rows of all sources.
+        claims_N: places in STAGES that their sources send them to, -1 for nowhere.
+        stage: whose claims.
+        shares: of the split without restrictions.
+
+    Returns:
+        Places of rows, in order.
+    """
+    own = STAGES.index(stage)
+    mine = np.flatnonzero(claims_N == own)
+    others = [np.isin(keys_N[mine], keys_N[claims_N == i]) for i in range(len(STAGES))]
+    rivals = np.flatnonzero(np.sum(others, axis=0) > 1)
+    claimed = np.array([other[rivals] for other in others])
+    home = np.argmax(claimed, axis=0)
+    if shares:
+        usual = stages_of(keys_N[mine[rivals]], shares)
+        home = np.where(claimed[usual, np.arange(len(usual))], usual, home)
+    kept = np.ones(len(mine), dtype=bool)
+    kept[rivals] = home == own
+    return mine[kept]
 
 
 def held_out(key: str, fraction: float) -> bool:
     """Returns whether the prompt with this key is for evaluation."""
     return unit_hash("evaluation", key) < fraction
+
+
+def are_held_out(keys_N: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Returns `held_out` of many prompts, whose keys are given as numbers (uint64)."""
+    if fraction == 0:
+        return np.zeros(len(keys_N), dtype=bool)
+    return unit_hashes(keys_N, "evaluation") < fraction

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from data_sources.blend import (
-    MOST_REPEATS,
-    Weighted,
-    copies,
-    in_order,
-    most_rows,
-    take_rates,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from data_sources.blend import MOST_REPEATS, copies, in_order, most_rows, take_rates
 from data_sources.counts import OVER_CAP, DataCounts, SourceCounts, StageCounts
-from data_sources.identity import prompt_key
 from data_sources.load import load_source
-from data_sources.records import Record
-from data_sources.split import held_out, home, restricted_shares, stage_of, stage_shares
+from data_sources.published import cache_root
+from data_sources.record_table import RecordTable
+from data_sources.selection import Selected
+from data_sources.split import are_held_out, at_home, restricted_shares, stage_shares, stages_of
 from rlhf_app.config.schema import STAGES, RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 
 # (source, evaluation) -> its records and counts
-Reader = Callable[[SourceConfig, bool], tuple[list[Record], SourceCounts]]
+Reader = Callable[[SourceConfig, bool], tuple[RecordTable, SourceCounts]]
 
 UNSUITABLE: dict[StageName, str] = {
     "sft": "no answer to imitate (SFT)",
@@ -53,20 +50,22 @@ class StageData:
         counts: what became of every row.
     """
 
-    train: list[Record]
-    evaluation: list[Record]
+    train: Selected
+    evaluation: Selected
     counts: DataCounts
 
 
 def reader_of(config: RunConfig) -> Reader:
     """Returns what reads one source under the run's settings."""
 
-    def read(source: SourceConfig, evaluation: bool) -> tuple[list[Record], SourceCounts]:
+    def read(source: SourceConfig, evaluation: bool) -> tuple[RecordTable, SourceCounts]:
         return load_source(
             source,
             verbatim=config.data.chat_format == "plain",
             max_bad_fraction=config.data.max_bad_fraction,
             evaluation=evaluation,
+            cache=cache_root(config.data.cache_dir),
+            workers=config.data.workers,
         )
 
     return read
@@ -89,25 +88,24 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
     if not sources:
         raise ConfigError(f"no data for {stage}; give --data, or --{stage}-data")
     read = read or reader_of(config)
-    items = _read(read, sources, counts, evaluation=False)
+    rows = _read(read, sources, counts, evaluation=False)
     given_eval = _read(read, data.eval, counts, evaluation=True)
 
-    mine = items if own else _split(config, stage, items, counts)
+    mine = rows if own else _split(config, stage, rows, sources, counts)
     part = counts.stages.setdefault(stage, StageCounts())
     part.candidates = len(mine) + part.dropped[ELSEWHERE] + len(given_eval)
     suitable = _suitable(mine, stage, part.dropped)
     if data.eval:
         evaluation = _suitable(given_eval, stage, part.dropped)
-        reserved = {item.key for item in evaluation}
-        training = [item for item in suitable if item.key not in reserved]
-        part.dropped[IN_EVALUATION] += len(suitable) - len(training)
+        reserved_N = np.isin(suitable.keys_N, evaluation.keys_N)
+        part.dropped[IN_EVALUATION] += int(reserved_N.sum())
     else:
-        reserved = {item.key for item in suitable if held_out(item.key, data.eval_fraction)}
-        training = [item for item in suitable if item.key not in reserved]
-        evaluation = [item for item in suitable if item.key in reserved]
+        reserved_N = are_held_out(suitable.keys_N, data.eval_fraction)
+        evaluation = suitable.take(np.flatnonzero(reserved_N))
+    training = suitable.take(np.flatnonzero(~reserved_N))
 
     result = StageData(
-        _blended(training, config, part),
+        _blended(training, sources, config, part),
         _evaluated(evaluation, stage, config, part),
         counts,
     )
@@ -117,7 +115,7 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
     return result
 
 
-def load_text(config: RunConfig, read: Reader | None = None) -> tuple[list[Record], Counter[str]]:
+def load_text(config: RunConfig, read: Reader | None = None) -> tuple[Selected, Counter[str]]:
     """Reads the text that PPO mixes in: `ppo.ptx_data`, else the rows of SFT.
 
     Prompts that any stage holds out are left out here as well, and those of `data.eval`.
@@ -139,15 +137,15 @@ def load_text(config: RunConfig, read: Reader | None = None) -> tuple[list[Recor
         data = load_stage_data(config.model_copy(update={"stages": stages}), "sft", read)
         return data.train, Counter(data.counts.dropped("sft"))
     read, counts, part = read or reader_of(config), DataCounts(), StageCounts()
-    items = _read(read, config.ppo.ptx_data, counts, evaluation=False)
+    rows = _read(read, config.ppo.ptx_data, counts, evaluation=False)
     if config.data.eval:
         given = _read(read, config.data.eval, counts, evaluation=True)
-        reserved = {item.key for item in given}
+        reserved_N = np.isin(rows.keys_N, given.keys_N)
     else:
-        reserved = {item.key for item in items if held_out(item.key, config.data.eval_fraction)}
-    kept = [item for item in items if item.key not in reserved]
-    part.dropped[IN_EVALUATION] += len(items) - len(kept)
-    records = _blended(kept, config, part)
+        reserved_N = are_held_out(rows.keys_N, config.data.eval_fraction)
+    part.dropped[IN_EVALUATION] += int(reserved_N.sum())
+    kept = rows.take(np.flatnonzero(~reserved_N))
+    records = _blended(kept, config.ppo.ptx_data, config, part)
     if not records:
         raise ConfigError("ppo.ptx_data: no row is left that is not held out: name more of them")
     return records, +part.dropped
@@ -165,118 +163,111 @@ def own_sources(config: RunConfig, stage: StageName) -> tuple[SourceConfig, ...]
 
 def _read(
     read: Reader, sources: Sequence[SourceConfig], counts: DataCounts, *, evaluation: bool
-) -> list[Weighted]:
-    items: list[Weighted] = []
-    for place, source in enumerate(sources):
-        records, source_counts = read(source, evaluation)
-        kept = most_rows(records, source.max_rows)
-        if len(records) > len(kept):
-            source_counts.notes[OVER_CAP] = len(records) - len(kept)
+) -> Selected:
+    tables: list[RecordTable] = []
+    rows: list[NDArray[np.int64]] = []
+    for source in sources:
+        table, source_counts = read(source, evaluation)
+        kept = most_rows(table.uids_N, source.max_rows)
+        if len(table) > len(kept):
+            source_counts.notes[OVER_CAP] = len(table) - len(kept)
         counts.sources.append(source_counts)
-        if source.prompts_only:
-            kept = [_prompt_of(record) for record in kept]
-        items += [
-            Weighted(r, prompt_key(r.messages), source.weight, place, source.only_stages)
-            for r in kept
-        ]
-    return items
-
-
-def _prompt_of(record: Record) -> Record:
-    """The record without its answers; it keeps its uid, and with it its place in the order."""
-    ids = record.ids and replace(record.ids, response=(), chosen=(), rejected=())
-    return replace(record, response=None, chosen=None, rejected=None, margin=None, ids=ids)
+        tables.append(table)
+        rows.append(kept)
+    return Selected.joined(tables, [source.prompts_only for source in sources], rows)
 
 
 def _split(
-    config: RunConfig, stage: StageName, items: list[Weighted], counts: DataCounts
-) -> list[Weighted]:
+    config: RunConfig,
+    stage: StageName,
+    rows: Selected,
+    sources: Sequence[SourceConfig],
+    counts: DataCounts,
+) -> Selected:
     """Returns the stage's part, and counts everyone's."""
     sharing = [s for s in config.stages if not own_sources(config, s)] or [stage]
+    allowed = [source.only_stages for source in sources]
     if config.data.split == "shared":
-        parts = {
-            name: [item for item in items if not item.stages or name in item.stages]
-            for name in sharing
-        }
-        for name, part in parts.items():
-            counts.stages[name] = StageCounts(candidates=len(part))
-        return parts[stage]
+        parts: dict[StageName, NDArray[np.int64]] = {}
+        for name in sharing:
+            open_to = np.array([not only or name in only for only in allowed], dtype=bool)
+            parts[name] = np.flatnonzero(open_to[rows.table_N])
+            counts.stages[name] = StageCounts(candidates=len(parts[name]))
+        return rows.take(parts[stage])
     shares = stage_shares(config.data.split, sharing)
-    if stage not in shares and not any(stage in item.stages for item in items):
+    restricted = [only for only, times in zip(allowed, _per_table(rows), strict=True) if times]
+    if stage not in shares and not any(stage in only for only in restricted):
         numbers = ",".join(f"{share:g}" for share in config.data.split)
         raise ConfigError(
             f"stage {stage} has share 0 in --data-split {numbers}; give it a share or "
             f"--{stage}-data, or leave it out with --stages"
         )
-    parts = {name: [] for name in sharing}
-    claims: dict[str, set[StageName]] = {}
-    restricted = any(item.stages for item in items)
-    for item in items:
-        own = restricted_shares(config.data.split, sharing, item.stages) if item.stages else shares
+    claims_N = np.full(len(rows), -1, dtype=np.int8)
+    keys_N = rows.keys_N
+    for number, only in enumerate(allowed):
+        own = restricted_shares(config.data.split, sharing, only) if only else shares
         if own:
-            claim = stage_of(item.key, own)
-            parts[claim].append(item)
-            if restricted:
-                claims.setdefault(item.key, set()).add(claim)
-    for name, part in parts.items():
-        counts.stages[name] = StageCounts(candidates=len(part))
-    if not restricted:
-        return parts[stage]
-    mine = [item for item in parts[stage] if home(claims[item.key], item.key, shares) == stage]
-    counts.stages[stage].dropped[ELSEWHERE] = len(parts[stage]) - len(mine)
-    return mine
+            places = np.flatnonzero(rows.table_N == number)
+            claims_N[places] = stages_of(keys_N[places], own)
+    for name in sharing:
+        claimed = int((claims_N == STAGES.index(name)).sum())
+        counts.stages[name] = StageCounts(candidates=claimed)
+    if not any(restricted):
+        return rows.take(np.flatnonzero(claims_N == STAGES.index(stage)))
+    mine = at_home(keys_N, claims_N, stage, shares)
+    counts.stages[stage].dropped[ELSEWHERE] = counts.stages[stage].candidates - len(mine)
+    return rows.take(mine)
 
 
-def _suitable(items: list[Weighted], stage: StageName, dropped: Counter[str]) -> list[Weighted]:
-    kept = [item for item in items if _suits(item.record, stage)]
-    dropped[UNSUITABLE[stage]] += len(items) - len(kept)
-    return kept
+def _suitable(rows: Selected, stage: StageName, dropped: Counter[str]) -> Selected:
+    if stage == "ppo":
+        dropped[UNSUITABLE[stage]] += 0
+        return rows
+    kept = np.flatnonzero(rows.has_answer_N if stage == "sft" else rows.is_pair_N)
+    dropped[UNSUITABLE[stage]] += len(rows) - len(kept)
+    return rows.take(kept)
 
 
-def _suits(record: Record, stage: StageName) -> bool:
-    if stage == "sft":
-        return record.sft_target is not None
-    if stage == "reward":
-        return record.is_pair
-    return True
-
-
-def _blended(items: list[Weighted], config: RunConfig, part: StageCounts) -> list[Record]:
-    taken: list[tuple[Record, int]] = []
+def _blended(
+    rows: Selected, sources: Sequence[SourceConfig], config: RunConfig, part: StageCounts
+) -> Selected:
     seed, blend = config.seed, config.data.blend
-    weights = {item.source: item.weight for item in items}
-    rows = Counter(item.source for item in items)
+    there = [(i, number) for i, number in enumerate(_per_table(rows)) if number]
+    weights = [sources[i].weight for i, _ in there]
     rates = take_rates(
-        list(weights.values()), [rows[i] for i in weights], blend.temperature, blend.exhaustion
+        weights, [number for _, number in there], blend.temperature, blend.exhaustion
     )
-    rate_of = dict(zip(weights, rates, strict=True))
     if blend.exhaustion == "all_exhausted" and max(rates, default=0) > MOST_REPEATS:
         raise ConfigError(
             f"data.blend.exhaustion = all_exhausted would repeat rows {max(rates):.0f} times; "
             "give the sources more equal weights, or cap the large one with max_rows"
         )
-    for item in items:
-        rate = rate_of[item.source]
-        number = copies(item if rate == item.weight else replace(item, weight=rate), seed)
-        part.dropped[WEIGHTED_OUT] += number == 0
-        part.repeated += max(number - 1, 0)
-        taken += [(item.record, copy) for copy in range(number)]
-    return in_order(taken, seed)
+    uids_N, copies_N = rows.uids_N, np.zeros(len(rows), dtype=np.int64)
+    for (number, _), rate in zip(there, rates, strict=True):
+        places = np.flatnonzero(rows.table_N == number)
+        copies_N[places] = copies(uids_N[places], rate, seed)
+    left_out = int((copies_N == 0).sum())
+    part.dropped[WEIGHTED_OUT] += left_out
+    part.repeated += int(copies_N.sum()) - (len(rows) - left_out)
+    return rows.take(in_order(uids_N, copies_N, seed))
 
 
-def _evaluated(
-    items: list[Weighted], stage: StageName, config: RunConfig, part: StageCounts
-) -> list[Record]:
+def _per_table(rows: Selected) -> list[int]:
+    """How many rows come from each table."""
+    return np.bincount(rows.table_N, minlength=len(rows.tables)).tolist()
+
+
+def _evaluated(rows: Selected, stage: StageName, config: RunConfig, part: StageCounts) -> Selected:
     """Each record once (each prompt once for PPO), the same ones whatever else is loaded."""
-    unique: dict[str, Record] = {}
-    for item in items:
-        unique.setdefault(item.key if stage == "ppo" else item.record.uid, item.record)
-    part.dropped[REPEATED] += len(items) - len(unique)
+    names_N = rows.keys_N if stage == "ppo" else rows.uids_N
+    _, first = np.unique(names_N, return_index=True)
+    unique = rows.take(np.sort(first))
+    part.dropped[REPEATED] += len(rows) - len(unique)
     # The order does not depend on the run's seed: other seeds are compared on the same rows.
-    ordered = in_order(((record, 0) for record in unique.values()), seed=0)
+    ordered = in_order(unique.uids_N, np.ones(len(unique), dtype=np.int64), seed=0)
     limit = config.data.eval_limit
     part.dropped[OVER_LIMIT] += max(len(ordered) - limit, 0)
-    return ordered[:limit]
+    return unique.take(ordered[:limit])
 
 
 def _refuse_empty(config: RunConfig, stage: StageName, part: StageCounts) -> None:

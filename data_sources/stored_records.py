@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from data_sources.counts import SourceCounts
 from data_sources.identity import prompt_key
@@ -39,20 +38,6 @@ _NUMBERS: dict[str, type[np.generic]] = {
 }
 _ENDS = "ends"
 _IDS = ("prompt", "response", "chosen", "rejected")
-# Texts are bytes here: what JSON's escapes can write (half of a surrogate pair) is no UTF-8.
-_SCHEMA = pa.schema(
-    [
-        ("roles", pa.list_(pa.string())),
-        ("contents", pa.list_(pa.binary())),
-        ("response", pa.large_binary()),
-        ("chosen", pa.large_binary()),
-        ("rejected", pa.large_binary()),
-        ("margin", pa.float64()),
-        ("rendered", pa.bool_()),
-        ("tokenizer", pa.string()),
-        *((f"{name}_ids", pa.list_(pa.int32())) for name in _IDS),
-    ]
-)
 
 
 class StoredRecords(RecordTable):
@@ -109,6 +94,8 @@ class StoredRecords(RecordTable):
     @property
     def _file(self) -> Any:
         if self._texts is None:
+            import pyarrow as pa
+
             self._texts = pa.ipc.open_file(pa.memory_map(str(self._folder / _TEXTS)))
         return self._texts
 
@@ -155,10 +142,12 @@ def packed(maker: RowMaker, rows: Sequence[tuple[RawRow | BadRow, int]]) -> Pack
         maker: of the source.
         rows: as for `RowMaker.records`.
     """
-    counts = SourceCounts("")
+    import pyarrow as pa
+
+    schema, counts = _schema(), SourceCounts("")
     records = list(maker.records(rows, counts))
     parts = [records[start : start + _BATCH] for start in range(0, len(records), _BATCH)]
-    batches = [pa.RecordBatch.from_pylist(list(map(_row, part)), _SCHEMA) for part in parts]
+    batches = [pa.RecordBatch.from_pylist(list(map(_row, part)), schema) for part in parts]
     numbers = {
         name: np.array(values, dtype=_NUMBERS[name]).tobytes()
         for name, values in _numbers(records).items()
@@ -183,17 +172,19 @@ def write_records(folder: Path, source: str, parts: Iterable[Packed], counts: So
     Raises:
         OSError: they cannot be written.
     """
-    ends, number = [], 0
+    import pyarrow as pa
+
+    schema, ends, number = _schema(), [], 0
     with ExitStack() as stack:
         files = {
             name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _NUMBERS
         }
         sink = stack.enter_context(pa.OSFile(str(folder / _TEXTS), "wb"))
-        texts = stack.enter_context(pa.ipc.new_file(sink, _SCHEMA))
+        texts = stack.enter_context(pa.ipc.new_file(sink, schema))
         for part in parts:
             counts.add(part.counts)
             for batch, rows in zip(part.batches, part.rows, strict=True):
-                texts.write_batch(pa.ipc.read_record_batch(batch, _SCHEMA))
+                texts.write_batch(pa.ipc.read_record_batch(batch, schema))
                 number += rows
                 ends.append(number)
             for name, values in part.numbers.items():
@@ -207,6 +198,25 @@ def write_records(folder: Path, source: str, parts: Iterable[Packed], counts: So
         json.dump(facts, sheet)
         sheet.flush()
         os.fsync(sheet.fileno())
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    # Texts are bytes here: what JSON's escapes can write (half of a surrogate pair) is no UTF-8.
+    return pa.schema(
+        [
+            ("roles", pa.list_(pa.string())),
+            ("contents", pa.list_(pa.binary())),
+            ("response", pa.large_binary()),
+            ("chosen", pa.large_binary()),
+            ("rejected", pa.large_binary()),
+            ("margin", pa.float64()),
+            ("rendered", pa.bool_()),
+            ("tokenizer", pa.string()),
+            *((f"{name}_ids", pa.list_(pa.int32())) for name in _IDS),
+        ]
+    )
 
 
 def _numbers(batch: list[Record]) -> dict[str, list[int] | list[bool]]:

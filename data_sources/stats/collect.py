@@ -46,7 +46,7 @@ def collect(
     """
     stats = DataStats("tokens" if views else "characters", model)
 
-    def count(records: list[Record], counts: SourceCounts, evaluation: bool) -> None:
+    def count(records: Iterable[Record], counts: SourceCounts, evaluation: bool) -> None:
         stats.sources.append(_source(records, counts, evaluation, max_bad_fraction))
 
     read_once = ReadOnce(read, count)
@@ -58,7 +58,7 @@ def collect(
 
 
 def _source(
-    records: list[Record], counts: SourceCounts, evaluation: bool, limit: float
+    records: Iterable[Record], counts: SourceCounts, evaluation: bool, limit: float
 ) -> SourceStats:
     source = SourceStats(counts, evaluation)
     faults = sum(rows for reason, rows in counts.unusable.items() if reason not in SET_ASIDE)

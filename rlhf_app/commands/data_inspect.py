@@ -6,6 +6,7 @@ stages, and a few rows as text and tokens, with the tokens that carry loss marke
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,7 +85,7 @@ def inspect(
     if name in results:
         records = results[name].train[:limit]
     else:
-        records = [record for loaded, _ in read.loaded for record in loaded][:limit]
+        records = list(islice(chain.from_iterable(table for table, _ in read.loaded), limit))
     actor = config.model.actor
     view = options.stage_views(config, actor)[name] if actor else None
     for number, record in enumerate(records, 1):

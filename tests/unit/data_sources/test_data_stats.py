@@ -5,14 +5,16 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from data_sources.identity import prompt_key
 from data_sources.records import Message
-from data_sources.split import held_out, stage_of
+from data_sources.split import held_out, stages_of
 from rlhf_app.commands.data_stats import stats
+from rlhf_app.config.schema import STAGES
 from rlhf_app.errors import ConfigError
 
 EVIL = '</pre><script>alert("x")</script>\x1b[31m\u202e&amp;'
@@ -84,9 +86,14 @@ def test_the_split_is_the_one_that_a_run_makes(run, tmp_path):
     )
     found = json.loads(run("--data", str(tmp_path / "c.jsonl"), "--json"))
     keys = [prompt_key([Message("user", f"q{i}")]) for i in range(400)]
+    numbers = np.array([int(key, 16) for key in keys], dtype=np.uint64)
     shares = {"sft": 0.2, "reward": 0.4, "ppo": 0.4}
     for name in ("sft", "ppo"):
-        mine = [key for key in keys if stage_of(key, shares) == name]
+        mine = [
+            key
+            for key, stage in zip(keys, stages_of(numbers, shares), strict=True)
+            if STAGES[stage] == name
+        ]
         held = sum(held_out(key, 0.05) for key in mine)
         counts = {"train": len(mine) - held, "evaluation": held}
         assert found["stages"][name]["by_source"] == {"c.jsonl": counts}

@@ -2,16 +2,27 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_sources.blend import Weighted, copies, in_order
+from data_sources.blend import copies, in_order
 from data_sources.identity import content_uid, digest, prompt_key, unit_hash
 from data_sources.records import Message, Record
-from data_sources.split import held_out, stage_of, stage_shares
+from data_sources.split import are_held_out, held_out, stage_shares, stages_of
+from rlhf_app.config.schema import STAGES
 
 KEYS = [digest("prompt", str(i)) for i in range(20_000)]
+
+
+def numbers(digits):
+    """Uids or keys as tables keep them."""
+    return np.array([int(text, 16) for text in digits], dtype=np.uint64)
+
+
+def stage_of(key, shares):
+    return STAGES[stages_of(numbers([key]), shares)[0]]
 
 
 def within(count, total, share):
@@ -22,13 +33,17 @@ def within(count, total, share):
 @settings(derandomize=True)
 @given(
     split=st.tuples(*[st.floats(0, 100, allow_subnormal=False)] * 3).filter(lambda s: sum(s) > 0.1),
-    key=st.text(max_size=20),
+    key=st.integers(0, 2**64 - 1).map("{:016x}".format),
 )
 def test_every_prompt_has_exactly_one_stage_with_a_positive_share(split, key):
     shares = stage_shares(split, ("sft", "reward", "ppo"))
     assert math.isclose(sum(shares.values()), 1)
     assert all(share > 0 for share in shares.values())
-    assert stage_of(key, shares) in shares
+    # The first share that reaches the hash of the key; rounding must not lose the last one.
+    position, upper = unit_hash("stage", key), 0.0
+    ends = [(upper := upper + share, name) for name, share in shares.items()]
+    expected = next((name for upper, name in ends if position < upper), ends[-1][1])
+    assert stage_of(key, shares) == expected
 
 
 def test_shares_renormalise_over_the_chosen_stages():
@@ -42,18 +57,21 @@ def test_shares_renormalise_over_the_chosen_stages():
 
 def test_proportions_hold_in_expectation():
     shares = stage_shares((2, 4, 4), ("sft", "reward", "ppo"))
-    stages = [stage_of(key, shares) for key in KEYS]
+    stages = stages_of(numbers(KEYS), shares).tolist()
     for stage, share in {"sft": 0.2, "reward": 0.4, "ppo": 0.4}.items():
-        assert within(stages.count(stage), len(KEYS), share)
+        assert within(stages.count(STAGES.index(stage)), len(KEYS), share)
 
 
 def test_held_out_is_independent_of_the_stage():
     shares = stage_shares((2, 4, 4), ("sft", "reward", "ppo"))
     for stage, share in shares.items():
-        keys = [key for key in KEYS if stage_of(key, shares) == stage]
-        assert within(sum(held_out(key, 0.1) for key in keys), len(keys), 0.1)
+        mine = stages_of(numbers(KEYS), shares) == STAGES.index(stage)
+        keys = [key for key, is_mine in zip(KEYS, mine, strict=True) if is_mine]
+        held = [held_out(key, 0.1) for key in keys]
+        assert are_held_out(numbers(keys), 0.1).tolist() == held
+        assert within(sum(held), len(keys), 0.1)
         assert within(len(keys), len(KEYS), share)
-    assert not any(held_out(key, 0.0) for key in KEYS)
+    assert not are_held_out(numbers(KEYS), 0.0).any()
 
 
 def test_hashes_are_the_published_blake2b():
@@ -96,11 +114,13 @@ def test_uid_depends_on_the_text_alone():
     assert content_uid(a) != content_uid(Record(one("q"), response="c", rejected="r"))
 
 
+UIDS = numbers([record(i).uid for i in range(2000)])
+
+
 @settings(max_examples=20, derandomize=True)
 @given(weight=st.floats(0.05, 4), seed=st.integers(0, 5))
 def test_weights_repeat_rows_in_proportion(weight, seed):
-    records = [record(i) for i in range(2000)]
-    counts = [copies(Weighted(r, "", weight), seed) for r in records]
+    counts = copies(UIDS, weight, seed).tolist()
     assert set(counts) <= {math.floor(weight), math.floor(weight) + 1}
     part = weight - math.floor(weight)
     extra = sum(counts) - 2000 * math.floor(weight)
@@ -108,19 +128,19 @@ def test_weights_repeat_rows_in_proportion(weight, seed):
 
 
 def test_weight_one_takes_every_row_once_and_seeds_draw_other_rows():
-    records = [record(i) for i in range(100)]
-    assert {copies(Weighted(r, "", 1.0), 3) for r in records} == {1}
-    halves = [[copies(Weighted(r, "", 0.5), seed) for r in records] for seed in (1, 2)]
+    assert set(copies(UIDS, 1.0, 3).tolist()) == {1}
+    halves = [copies(UIDS, 0.5, seed).tolist() for seed in (1, 2)]
     assert halves[0] != halves[1]
 
 
 @settings(max_examples=20, derandomize=True)
 @given(st.permutations(list(range(30))), st.integers(0, 3))
 def test_order_depends_on_rows_and_seed_only(order, seed):
-    plain = in_order([(record(i), c) for i in range(30) for c in range(2)], seed)
-    mixed = in_order([(record(i), c) for i in order for c in range(2)], seed)
-    assert [r.uid for r in plain] == [r.uid for r in mixed]
-    other = in_order([(record(i), c) for i in range(30) for c in range(2)], seed + 1)
-    assert [r.uid for r in plain] != [r.uid for r in other]
+    twice = np.full(30, 2)
+    plain = UIDS[in_order(UIDS[:30], twice, seed)].tolist()
+    mixed = UIDS[order][in_order(UIDS[order], twice, seed)].tolist()
+    assert plain == mixed
+    assert sorted(plain) == sorted([*UIDS[:30].tolist(), *UIDS[:30].tolist()])
+    assert plain != UIDS[in_order(UIDS[:30], twice, seed + 1)].tolist()
     # Rows are mixed: the file order is not kept.
-    assert [r.messages[0].content for r in plain[:5]] != [f"row {i}" for i in range(5)]
+    assert plain[:5] != UIDS[:5].tolist()
