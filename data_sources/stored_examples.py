@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import data_sources
-from data_sources.different_records import each_once
+from data_sources.different_records import each_once, uid_of
 from data_sources.encoded import Examples
 from data_sources.encodings import E, Encoding
 from data_sources.processes import in_order
@@ -78,7 +78,7 @@ class StoredExamples(Examples[E]):
 
     def _get(self, place: int) -> E:
         item, at = int(self._items_I[place]), int(self._records_I[place])
-        uid, files = self._records[at].uid, self._files
+        uid, files = uid_of(self._records, at), self._files
         example = self._encoding.unpack(files.packed(item), uid, files.margin(item))
         cut = bool(files.reasons[self._codes_N[at]])
         return self._encoding.completed(example, self._records, at, cut)

@@ -11,11 +11,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from data_sources.encode import encode
 from data_sources.encoded import Examples
 from data_sources.records import Record
+from data_sources.selection import Selected
 from data_sources.stage_data import load_text
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
@@ -184,4 +186,6 @@ def load_text_mix(
 
 def answered_first(records: Sequence[Record]) -> Sequence[Record]:
     """Returns records with an answer before those of plain text."""
+    if isinstance(records, Selected):
+        return records.take(np.argsort(~records.has_answer_N, kind="stable"))
     return sorted(records, key=lambda record: record.sft_target is None)

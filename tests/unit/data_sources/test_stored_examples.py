@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_sources import encode as encode_module
@@ -18,7 +19,9 @@ from data_sources.different_records import each_once
 from data_sources.encodings import PairEncoding, PromptEncoding, SFTEncoding
 from data_sources.examples import pair_examples, prompt_examples, sft_examples, target_tokens
 from data_sources.load import load_source
+from data_sources.record_table import ListedRecords
 from data_sources.records import Message, Record, TokenIds
+from data_sources.selection import Selected
 from data_sources.token_files import TokenFiles
 from rlhf_app.config.data import DataConfig
 from rlhf_app.config.schema import SourceConfig
@@ -163,6 +166,52 @@ def test_each_record_once():
         replace(rows[0], response="other"), replace(rows[0], ids=TokenIds("t")),
     ]  # fmt: skip
     assert len(each_once([rows[0], *other])[1]) == 5
+
+
+class Named(ListedRecords):
+    """A table that is known by name, and counts how often it is read."""
+
+    fingerprint = ""
+
+    def __init__(self, records, name):
+        super().__init__(records)
+        self.fingerprint, self.reads = name, 0
+
+    def _get(self, place):
+        self.reads += 1
+        return super()._get(place)
+
+
+def test_tables_that_are_known_by_name_are_not_read_again(stored, builds):
+    tables = [Named(worker.rows(30), "a"), Named(worker.rows(60)[30:], "b")]
+    order = random.Random(3).choices(range(60), k=50)
+    table_N = np.array([place // 30 for place in order], dtype=np.uint16)
+    row_N = np.array([place % 30 for place in order], dtype=np.int64)
+    picked = Selected(tables, (False, True), table_N, row_N)
+    records = list(picked)
+    expected = [
+        (SFTEncoding(FMT, "", 20, "right"), sft_examples(records, FMT, "", 20)),
+        (PairEncoding(FMT, "", 30, "drop"), pair_examples(records, FMT, "", 30)),
+        (
+            PromptEncoding(FMT, "", 20, "left"),
+            prompt_examples(records, FMT, "", 20, truncation="left"),
+        ),
+    ]
+    for encoding, result in expected:
+        same(stored(picked, encoding), *result)
+    assert builds == [len(set(order))] * 3
+    reads = [table.reads for table in tables]
+    again = picked.take(np.arange(len(picked))[::-1])
+    for encoding, (examples, _) in expected[:2]:
+        assert list(stored(again, encoding)) == examples[::-1]
+    assert [table.reads for table in tables] == reads
+    answers = Selected(tables, (False, False), table_N, row_N)
+    stored(answers, expected[0][0])
+    stored(
+        Selected([tables[0], Named(worker.rows(60)[30:], "c")], (False, True), table_N, row_N),
+        expected[0][0],
+    )
+    assert len(builds) == 5
 
 
 def test_another_order_finds_the_same_files(stored, builds):
