@@ -2,8 +2,10 @@
 
     python scripts/data_scale.py --tokenizer DIR --rows 1000000 --directory /tmp/scale
 
-Each start is a process of its own. Prints rows per second, and the most memory that the stage's
-process held (VmHWM), for the first start and for the next one, which finds all in the cache.
+Each start is a process of its own. Prints rows per second and memory for the first start and for
+the next one, which finds all in the cache. Memory is the most that the stage's process held
+(VmHWM), pages of mapped files included, and what of it is private at the end (RssAnon): the rest is
+page cache, which processes share and the system takes back when it needs it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("sft", "reward", "ppo")
 
 
@@ -27,10 +31,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--stage", choices=STAGES, default="reward")
     parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--select-only", action="store_true", help="leave the tokens out")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
-        print(json.dumps(measured(asked.tokenizer, asked.directory, asked.rows, asked.stage)))
+        arguments = (asked.tokenizer, asked.directory, asked.rows, asked.stage)
+        print(json.dumps(measured(*arguments, select_only=asked.select_only)))
         return
     asked.directory.mkdir(parents=True, exist_ok=True)
     path = rows_file(asked.directory, asked.rows)
@@ -46,7 +52,8 @@ def main() -> None:
             f"start {start}: select {found['select']:.1f} s, encode {found['encode']:.1f} s, "
             f"{asked.rows / (found['select'] + found['encode']):,.0f} rows/s, "
             f"{found['examples']:,} examples, first 100 batches {found['batches']:.2f} s, "
-            f"peak {found['peak']:,.0f} MiB ({found['imports']:,.0f} before)",
+            f"peak {found['peak']:,.0f} MiB, private {found['private']:,.0f} MiB "
+            f"(before: {found['before']:,.0f})",
             flush=True,
         )
 
@@ -68,10 +75,13 @@ def generate(path: Path, rows: int) -> None:
             file.write(json.dumps(pair) + "\n")
 
 
-def measured(tokenizer_path: str, directory: Path, rows: int, stage: str) -> dict[str, float]:
+def measured(
+    tokenizer_path: str, directory: Path, rows: int, stage: str, *, select_only: bool
+) -> dict[str, float]:
     """One start of a stage up to its first batches, without the model."""
+    sys.path.insert(0, str(ROOT))
     from data_sources.encode import encode
-    from data_sources.encodings import PairEncoding, PromptEncoding, SequenceEncoding
+    from data_sources.encodings import PairEncoding, PromptEncoding, SFTEncoding
     from data_sources.stage_data import load_stage_data
     from rlhf_app.config.schema import RunConfig
     from rlhf_app.models.chat_format import ChatFormat
@@ -92,15 +102,17 @@ def measured(tokenizer_path: str, directory: Path, rows: int, stage: str) -> dic
     )
     tokenizer = load_tokenizer(tokenizer_path)
     fmt = ChatFormat(tokenizer, config.data.chat_format)
-    kind = {"sft": SequenceEncoding, "reward": PairEncoding, "ppo": PromptEncoding}[stage]
+    kind = {"sft": SFTEncoding, "reward": PairEncoding, "ppo": PromptEncoding}[stage]
     policy = getattr(config.data.truncation, stage)
     encoding = kind(fmt, tokenizer_hash(tokenizer), 512, policy)
-    imports = peak_mib()
+    before = memory_mib("RssAnon")
     began = time.perf_counter()
     data = load_stage_data(config, stage)
     selected = time.perf_counter()
-    train = encode(data.train, encoding, config.data)
-    encode(data.evaluation, encoding, config.data)
+    train: Sequence[object] = data.train
+    if not select_only:
+        train = encode(data.train, encoding, config.data)
+        encode(data.evaluation, encoding, config.data)
     encoded = time.perf_counter()
     for batch in batches(len(train), 64, 1, 100):
         for row in batch:
@@ -110,15 +122,16 @@ def measured(tokenizer_path: str, directory: Path, rows: int, stage: str) -> dic
         "encode": encoded - selected,
         "batches": time.perf_counter() - encoded,
         "examples": len(train),
-        "imports": imports,
-        "peak": peak_mib(),
+        "before": before,
+        "private": memory_mib("RssAnon"),
+        "peak": memory_mib("VmHWM"),
     }
 
 
-def peak_mib() -> float:
-    """The most memory that this process has held, in MiB."""
+def memory_mib(name: str) -> float:
+    """A number of this process's status, in MiB."""
     status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    (line,) = (line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024
 
 

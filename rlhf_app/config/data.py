@@ -182,12 +182,12 @@ class DataConfig(Section):
     workers: int | None = Field(
         None,
         ge=1,
-        description="Processes that turn text into tokens where there are many rows; unset: the "
+        description="Processes that read large sources and turn their text into tokens; unset: the "
         "machine's cores over its ranks.",
     )
     cache_dir: Location | None = Field(
         None,
-        description="Where the tokens of large data are kept for the next start; unset: "
+        description="Where records and tokens of large data are kept for the next start; unset: "
         "$RLHF_CACHE, else $XDG_CACHE_HOME/rlhf, else ~/.cache/rlhf.",
     )
     max_bad_fraction: float = Field(

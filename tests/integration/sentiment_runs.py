@@ -258,6 +258,10 @@ def broken(case: Case, outcomes: list[Outcome]) -> list[str]:
             claims[at + "distinct-3 >= .25"] = o.distinct_3 >= 0.25
         elif not case.name.startswith("kl_coef 0"):
             claims[at + "KL <= 15"] = o.kl_per_answer <= 15
+    if case.labels == "random":
+        # One reward model of noise has some direction or other; it is no direction on average.
+        change = mean(o.gold - o.gold_before for o in outcomes)
+        claims["mean gold within .25 of its start"] = abs(change) <= 0.25
     if case.name == "main":
         claims["mean gold >= .87"] = mean(o.gold for o in outcomes) >= 0.87
         claims["mean KL <= 8"] = mean(o.kl_per_answer for o in outcomes) <= 8

@@ -123,7 +123,7 @@ def test_a_small_source_writes_nothing(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_changed_content_of_the_same_name_size_and_time_is_read_anew(tmp_path, large):
+def test_complaint_dse437_dse822_dsc19_changed_content_of_one_size_is_read(tmp_path, large):
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     source = write(path, [{"prompt": "p", "response": "old"}])
     before = path.stat()
@@ -290,7 +290,7 @@ WORKER = """
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_read_once(tmp_path):
+def test_complaint_dse558_dsc19_processes_that_start_together_read_once(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "response": "r"} for i in range(50)])
     command = [sys.executable, "-c", textwrap.dedent(WORKER), source.path, str(tmp_path / "cache")]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
