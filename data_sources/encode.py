@@ -8,15 +8,19 @@ from data_sources.encoded import Examples, ListedExamples
 from data_sources.encodings import E, Encoding
 from data_sources.processes import default_workers
 from data_sources.published import cache_root
+from data_sources.record_stream import RecordStream
 from data_sources.records import Record
 from data_sources.stored_examples import stored_examples
+from data_sources.streamed_examples import StreamedExamples
 from rlhf_app.config.data import DataConfig
 
 #: Fewer records are encoded anew by every process: that takes seconds, and no disk.
 SMALL_ROWS = 20_000
 
 
-def encode(records: Sequence[Record], encoding: Encoding[E], data: DataConfig) -> Examples[E]:
+def encode(
+    records: Sequence[Record] | RecordStream, encoding: Encoding[E], data: DataConfig
+) -> Examples[E]:
     """Encodes the records of a stage.
 
     Args:
@@ -29,6 +33,8 @@ def encode(records: Sequence[Record], encoding: Encoding[E], data: DataConfig) -
             written to.
     """
     encoding.check()
+    if isinstance(records, RecordStream):
+        return StreamedExamples(records, encoding)
     if len(records) < SMALL_ROWS:
         return ListedExamples.of(records, encoding)
     workers = data.workers or default_workers()

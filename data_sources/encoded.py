@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, overload
+from typing import Any, ClassVar, Generic, overload
 
 from data_sources.encoder import RowLost
 from data_sources.encodings import E, Encoding
@@ -24,6 +24,8 @@ class Examples(Sequence[E], ABC, Generic[E]):
     lengths: Sequence[int]
     reasons: Counter[str]
     highest_id: int
+    #: Whether they are taken from the first to the last; else a pass shuffles them.
+    in_order: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -53,17 +55,29 @@ class Examples(Sequence[E], ABC, Generic[E]):
     def ids(self, place: int) -> list[int]:
         """Token ids of an example that is one row."""
 
-    def token_rows(self) -> Sequence[list[int]]:
-        """The token ids of every example, none of which is read before it is asked for."""
-        return _TokenRows(self)
+    @property
+    def head(self) -> int:
+        """How many, from the first, can be looked at before training."""
+        return len(self)
+
+    def token_rows(self) -> TokenRows:
+        """The token ids of these examples, none of which is read before it is asked for."""
+        return TokenRows(self)
 
 
-class _TokenRows(Sequence[list[int]]):
+class TokenRows(Sequence[list[int]]):
+    """Token ids of the examples that can be looked at before training.
+
+    Attributes:
+        lengths: of each.
+    """
+
     def __init__(self, examples: Examples[Any]) -> None:
         self._examples = examples
+        self.lengths = examples.lengths[: examples.head]
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return self._examples.head
 
     @overload
     def __getitem__(self, index: int) -> list[int]: ...

@@ -27,13 +27,20 @@ class Hub(Protocol):
 
 
 class HuggingFaceHub:
-    """The Hub itself."""
+    """The Hub itself.
+
+    Args:
+        streaming: rows are fetched as they are read, and none is kept.
+    """
+
+    def __init__(self, *, streaming: bool = False) -> None:
+        self._streaming = streaming
 
     def load(self, name: str, config: str | None, **options: str) -> Any:
         """Returns all splits of a dataset."""
         import datasets
 
-        return datasets.load_dataset(name, config, **options)
+        return datasets.load_dataset(name, config, streaming=self._streaming, **options)
 
     def exported_configs(self, name: str) -> list[str]:
         """Returns the folders of the Parquet branch."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from data_sources.columns import mapped
 from data_sources.counts import SourceCounts
 from data_sources.custom import LEFT_OUT, custom_shape
-from data_sources.hub import Hub
+from data_sources.hub import Hub, HuggingFaceHub
 from data_sources.named import find
 from data_sources.processes import default_workers, in_order
 from data_sources.published import opened
 from data_sources.raw_rows import BadRow, RawRow, Rows
+from data_sources.record_stream import BLOCK_ROWS, Opened
 from data_sources.record_table import ListedRecords, RecordTable
+from data_sources.records import Record
 from data_sources.row_maker import FOR_TRAINING, OTHER_SPLIT, RowMaker, sample
 from data_sources.shapes import Shape, recognise
 from data_sources.source_identity import is_large, source_identity
@@ -49,6 +51,7 @@ def load_source(
     hub: Hub | None = None,
     cache: Path | None = None,
     workers: int | None = None,
+    first: int | None = None,
 ) -> tuple[RecordTable, SourceCounts]:
     """Returns (records in file order, counts).
 
@@ -63,6 +66,7 @@ def load_source(
         hub: where datasets are loaded from; None is the Hugging Face Hub.
         cache: directory for the records of large sources; None keeps all in memory.
         workers: processes that make them; None is the cores that are left for each rank.
+        first: read no more rows than this.
 
     Raises:
         ConfigError: nothing readable, no known shape, no rows, too many unusable ones, or the
@@ -70,6 +74,8 @@ def load_source(
     """
     counts = SourceCounts(without_secrets(source.path))
     rows = read_source(source.path, source.split, evaluation=evaluation, hub=hub)
+    if first is not None:
+        rows = islice(rows, first)
     name = None
     if cache is not None and is_large(rows):
         name = source_identity(
@@ -97,6 +103,32 @@ def load_source(
     found = replace(stored.counts, path=counts.path)
     _check_share(found, max_bad_fraction)
     return stored, found
+
+
+def streamed_source(source: SourceConfig, *, verbatim: bool, max_bad_fraction: float) -> Opened:
+    """Returns what opens a source whose rows are read while training goes on.
+
+    The share of unusable rows is looked at every thousand rows: the end may be days away.
+
+    Args:
+        source: as for `load_source`.
+        verbatim: the same.
+        max_bad_fraction: the same.
+    """
+
+    def opened_source(counts: SourceCounts) -> Iterator[Record]:
+        rows = read_source(source.path, source.split, hub=HuggingFaceHub(streaming=True))
+        maker, joined = _recognised(source, rows, counts, verbatim, evaluation=False)
+        if maker.shape.join is not None:
+            raise ConfigError(
+                f"data source {counts.path}: {maker.shape.name} are joined from all rows, which a "
+                "stream never has; leave out data.streaming"
+            )
+        while part := list(islice(joined, BLOCK_ROWS)):
+            yield from maker.records(part, counts)
+            _check_share(counts, max_bad_fraction)
+
+    return opened_source
 
 
 def _recognised(

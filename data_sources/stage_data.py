@@ -10,20 +10,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_sources.blend import MOST_REPEATS, copies, in_order, most_rows, take_rates
 from data_sources.counts import OVER_CAP, DataCounts, SourceCounts, StageCounts
-from data_sources.load import load_source
+from data_sources.hub import HuggingFaceHub
+from data_sources.load import load_source, streamed_source
 from data_sources.published import cache_root
+from data_sources.record_stream import RecordStream, StreamedSource
 from data_sources.record_table import RecordTable
 from data_sources.selection import Selected
 from data_sources.split import are_held_out, at_home, restricted_shares, stage_shares, stages_of
 from rlhf_app.config.schema import STAGES, RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
+from rlhf_app.url_secrets import without_secrets
 
 # (source, evaluation) -> its records and counts
 Reader = Callable[[SourceConfig, bool], tuple[RecordTable, SourceCounts]]
@@ -45,12 +50,13 @@ class StageData:
     """What a stage works on.
 
     Attributes:
-        train: records in blend order, repeated as weights ask.
+        train: records in blend order, repeated as weights ask; with `data.streaming` without an
+            end.
         evaluation: records of prompts that are not in `train`, each once.
         counts: what became of every row.
     """
 
-    train: Selected
+    train: Selected | RecordStream
     evaluation: Selected
     counts: DataCounts
 
@@ -58,14 +64,18 @@ class StageData:
 def reader_of(config: RunConfig) -> Reader:
     """Returns what reads one source under the run's settings."""
 
+    data = config.data
+    return _loads(config, cache=cache_root(data.cache_dir), workers=data.workers)
+
+
+def _loads(config: RunConfig, **how: Any) -> Reader:
     def read(source: SourceConfig, evaluation: bool) -> tuple[RecordTable, SourceCounts]:
         return load_source(
             source,
             verbatim=config.data.chat_format == "plain",
             max_bad_fraction=config.data.max_bad_fraction,
             evaluation=evaluation,
-            cache=cache_root(config.data.cache_dir),
-            workers=config.data.workers,
+            **how,
         )
 
     return read
@@ -82,6 +92,8 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
     Raises:
         ConfigError: a source cannot be used, or nothing is left to train or to evaluate on.
     """
+    if config.data.streaming and read is None:
+        return _streamed(config, stage)
     data, counts = config.data, DataCounts()
     own = own_sources(config, stage)
     sources = own or data.sources
@@ -115,6 +127,61 @@ def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = N
     return result
 
 
+def _streamed(config: RunConfig, stage: StageName) -> StageData:
+    """The first rows of each source give the evaluation, and say whether there is any at all."""
+    data = config.data
+    whole = reader_of(config)
+    first = _loads(config, hub=HuggingFaceHub(streaming=True), first=data.look_ahead)
+
+    def read(source: SourceConfig, evaluation: bool) -> tuple[RecordTable, SourceCounts]:
+        return (whole if evaluation else first)(source, evaluation)
+
+    head = load_stage_data(config, stage, read)
+    given = _read(whole, data.eval, DataCounts(), evaluation=True)
+    given_N = _suitable(given, stage, Counter()).keys_N
+    own = own_sources(config, stage)
+    sharing = [s for s in config.stages if not own_sources(config, s)] or [stage]
+    shares = None if own or data.split == "shared" else stage_shares(data.split, sharing)
+
+    def wanted(table: RecordTable) -> NDArray[np.bool_]:
+        suits_N = {"sft": table.has_answer_N, "reward": table.is_pair_N}.get(stage)
+        found_N = np.ones(len(table), dtype=bool) if suits_N is None else suits_N
+        if shares is not None:
+            found_N = found_N & (stages_of(table.keys_N, shares) == STAGES.index(stage))
+        if data.eval:
+            return found_N & ~np.isin(table.keys_N, given_N)
+        return found_N & ~are_held_out(table.keys_N, data.eval_fraction)
+
+    steps, rows_per_step = _asked_for(config, stage)
+    opening = partial(
+        streamed_source,
+        verbatim=data.chat_format == "plain",
+        max_bad_fraction=data.max_bad_fraction,
+    )
+    sources = [
+        StreamedSource(without_secrets(source.path), opening(source), source.weight)
+        for source in own or data.sources
+    ]
+    stream = RecordStream(
+        sources,
+        wanted,
+        seed=config.seed,
+        buffer=data.shuffle_buffer,
+        rows=steps * rows_per_step,
+        rows_per_step=rows_per_step,
+    )
+    return replace(head, train=stream)
+
+
+def _asked_for(config: RunConfig, stage: StageName) -> tuple[int, int]:
+    """Steps of a stage, set as the configuration check has seen, and the rows of each."""
+    if stage == "ppo":
+        ppo = config.ppo
+        return ppo.updates or 1, ppo.rollout_batch_size // ppo.answers_per_prompt
+    settings = config.sft if stage == "sft" else config.reward
+    return settings.max_steps or 1, settings.batch_size
+
+
 def load_text(config: RunConfig, read: Reader | None = None) -> tuple[Selected, Counter[str]]:
     """Reads the text that PPO mixes in: `ppo.ptx_data`, else the rows of SFT.
 
@@ -135,6 +202,7 @@ def load_text(config: RunConfig, read: Reader | None = None) -> tuple[Selected, 
         # A run of PPO alone has no share for SFT: it gets the one that it would have had.
         stages = tuple(name for name in STAGES if name in {*config.stages, "sft"})
         data = load_stage_data(config.model_copy(update={"stages": stages}), "sft", read)
+        assert isinstance(data.train, Selected)  # no text from streams: the configuration check
         return data.train, Counter(data.counts.dropped("sft"))
     read, counts, part = read or reader_of(config), DataCounts(), StageCounts()
     rows = _read(read, config.ppo.ptx_data, counts, evaluation=False)

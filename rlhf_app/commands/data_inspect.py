@@ -83,7 +83,7 @@ def inspect(
     _print_sources(console, [counts for _, counts in read.loaded])
     _print_stages(console, {one: result.counts for one, result in results.items()}, problems)
     if name in results:
-        records = results[name].train[:limit]
+        records = list(islice(results[name].train, limit))
     else:
         records = list(islice(chain.from_iterable(table for table, _ in read.loaded), limit))
     actor = config.model.actor

@@ -190,6 +190,20 @@ class DataConfig(Section):
         description="Where records and tokens of large data are kept for the next start; unset: "
         "$RLHF_CACHE, else $XDG_CACHE_HOME/rlhf, else ~/.cache/rlhf.",
     )
+    streaming: bool = Field(
+        False,
+        description="Read training rows while training goes on and keep none, for data larger than "
+        "the disk: needs sft.max_steps, reward.max_steps, ppo.updates.",
+    )
+    shuffle_buffer: int = Field(
+        10_000, ge=1, description="Streaming: rows of a source among which the next is drawn."
+    )
+    look_ahead: int = Field(
+        10_000,
+        ge=1,
+        description="Streaming: first rows of each source, of which the held-out ones are for "
+        "evaluation.",
+    )
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Stop when more than this share of a source is unusable."
     )
@@ -212,6 +226,29 @@ class DataConfig(Section):
                 f"data.blend.exhaustion = once takes each row once, so that {what} has no effect; "
                 "leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _streams_know_no_sizes(self) -> DataConfig:
+        if not self.streaming:
+            return self
+        if self.blend != BlendConfig():
+            raise ValueError(
+                "data.blend: temperature and exhaustion follow from the sizes of the sources, "
+                "which data.streaming does not know; give the sources weights"
+            )
+        for source in (*self.sources, *self.sft, *self.reward, *self.ppo):
+            if source.max_rows is not None:
+                raise ValueError(
+                    f"{source.path}: max_rows draws from all rows, which data.streaming does not "
+                    "know; leave one of them out"
+                )
+            if source.only_stages:
+                raise ValueError(
+                    f"{source.path}: stages and prompts_only depend on the prompts of the other "
+                    "sources, which data.streaming does not know; give the stage data of its own "
+                    "(data.sft, data.reward, data.ppo)"
+                )
         return self
 
     @model_validator(mode="after")

@@ -172,3 +172,23 @@ class RunConfig(Section):
         if not order or order != sorted(set(order)):
             raise ValueError("stages: name each of sft, reward, ppo at most once, in that order")
         return self
+
+    @model_validator(mode="after")
+    def _streams_have_an_end(self) -> RunConfig:
+        if not self.data.streaming:
+            return self
+        ends = {
+            "sft": ("sft.max_steps", self.sft.max_steps),
+            "reward": ("reward.max_steps", self.reward.max_steps),
+            "ppo": ("ppo.updates", self.ppo.updates),
+        }
+        for stage in self.stages:
+            name, value = ends[stage]
+            if value is None:
+                raise ValueError(f"data.streaming: a stream has no end; set {name}")
+        if "ppo" in self.stages and self.ppo.ptx_coef:
+            raise ValueError(
+                "ppo.ptx_coef: the text is drawn from all rows, which data.streaming does not "
+                "know; leave one of them out"
+            )
+        return self

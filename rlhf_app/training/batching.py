@@ -35,7 +35,9 @@ def count_steps(rows: int, batch_size: int, epochs: float, max_steps: int | None
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def batches(rows: int, batch_size: int, seed: int, total_steps: int) -> Iterator[list[int]]:
+def batches(
+    rows: int, batch_size: int, seed: int, total_steps: int, *, shuffled: bool = True
+) -> Iterator[list[int]]:
     """Yields the row indices of each optimizer step, over all ranks.
 
     Args:
@@ -43,15 +45,16 @@ def batches(rows: int, batch_size: int, seed: int, total_steps: int) -> Iterator
         batch_size: rows per step.
         seed: the run's seed.
         total_steps: number of batches to yield.
+        shuffled: in another order each epoch; else from the first to the last.
     """
     assert rows > 0
     step = 0
     for epoch in range(total_steps):
-        order = epoch_order(rows, seed, epoch)
+        order = epoch_order(rows, seed, epoch) if shuffled else range(rows)
         for start in range(0, rows, batch_size):
             if step == total_steps:
                 return
-            yield order[start : start + batch_size].tolist()
+            yield list(order[start : start + batch_size])
             step += 1
 
 

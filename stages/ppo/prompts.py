@@ -19,16 +19,22 @@ class PromptStream:
     Args:
         prompts: the training prompts, not empty.
         seed: of the shuffles.
+        in_order: from the first to the last, without a shuffle.
     """
 
-    def __init__(self, prompts: Sequence[PromptExample], seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[PromptExample], seed: int, *, in_order: bool = False
+    ) -> None:
         self._prompts = prompts
+        self._in_order = in_order
         self._seed = seed
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, position: int) -> PromptExample:
         epoch, offset = divmod(position, len(self._prompts))
+        if self._in_order:
+            return self._prompts[offset]
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._order = torch.randperm(len(self._prompts), generator=generator)

@@ -106,7 +106,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         models.actor.module, max(prompts.highest_id, evaluation.highest_id), inputs["actor"]
     )
     clock.lap("data")
-    stream = PromptStream(prompts, config.seed)
+    stream = PromptStream(prompts, config.seed, in_order=prompts.in_order)
     uids = rank_uids(ppo, dist)
     controller = KLController.of(ppo)
     metrics = MetricsWriter(run.metrics("ppo"), enabled=dist.is_main)
@@ -126,13 +126,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     def check() -> dict[str, float]:
         """Nothing trains on rollouts that do not sample the policy in training."""
         params = sampling_params(models, ppo, seed=config.seed, step=0)
+        rows = prompts.token_rows()
         return check_rollouts(
-            models.actor,
-            prompts.token_rows(),
-            params,
-            dist,
-            lengths=prompts.lengths,
-            answers=len(uids),
+            models.actor, rows, params, dist, lengths=rows.lengths, answers=len(uids)
         )
 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.

@@ -204,7 +204,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
 
     # 4. The loop. The last or the best weights become the artifact.
     best = BestWeights(settings.keep_best, setting="reward.keep_best")
-    order = batches(len(train), settings.batch_size, config.seed, total_steps)
+    order = batches(
+        len(train), settings.batch_size, config.seed, total_steps, shuffled=not train.in_order
+    )
     for step, batch in enumerate(order, start=1):
         began = time.perf_counter()
         mine = rank_slices(batch, train.lengths, limit, dist.rank, dist.world_size)
