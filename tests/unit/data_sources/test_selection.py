@@ -234,3 +234,16 @@ def test_a_selection_looks_its_records_up_and_is_named_by_all_of_them():
     assert [r.uid for r in other] == [r.uid for r in rows][::-1]
     assert rows.fingerprint == Selected(tables, [False, True], rows.table_N, row_N).fingerprint
     assert len({rows.fingerprint, other.fingerprint, rows.take(np.arange(49)).fingerprint}) == 3
+
+
+def test_ppo_evaluates_a_prompt_once_with_the_first_record_of_it():
+    records = [row(number, kind) for kind in ("pair", "answer") for number in range(60)]
+    config = RunConfig(
+        data=DataConfig(sources=(SourceConfig(path="a"),), split="shared", eval_fraction=0.4)
+    )
+    found = load_stage_data(config, "ppo", lambda *_: (ListedRecords(records), SourceCounts("a")))
+    assert len(found.evaluation) > 10
+    assert all(record.is_pair for record in found.evaluation)
+    assert found.counts.stages["ppo"].dropped["repeated in the evaluation data"] == len(
+        found.evaluation
+    )
