@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from data_sources.load import UNEXPECTED, load_source
+from data_sources.load import load_source
+from data_sources.row_maker import UNEXPECTED
 from data_sources.shapes import Shape
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError

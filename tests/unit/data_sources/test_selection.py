@@ -145,7 +145,7 @@ SOURCES = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     sources=SOURCES,
     evaluation=st.lists(st.integers(0, 40), max_size=8),

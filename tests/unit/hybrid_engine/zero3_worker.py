@@ -212,7 +212,7 @@ def check_lengths(pinned: bool) -> None:
 
 def check_soak(pinned: bool) -> None:
     """LoRA over a frozen base with gradient checkpointing; losses are those of plain torch."""
-    switches = 100 if pinned else 50
+    switches = 100 if pinned else 24
     for layout in LAYOUTS:
         model, lr = with_lora(llama(layers=GROUP)), 2e-3
         plain = Plain(model, lr)
