@@ -40,7 +40,8 @@ class HuggingFaceHub:
         """Returns all splits of a dataset."""
         import datasets
 
-        return datasets.load_dataset(name, config, streaming=self._streaming, **options)
+        how: dict[str, Any] = {"streaming": True} if self._streaming else {}
+        return datasets.load_dataset(name, config, **options, **how)
 
     def exported_configs(self, name: str) -> list[str]:
         """Returns the folders of the Parquet branch."""

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_sources.hub import HuggingFaceHub
 from data_sources.raw_rows import BadRow, RawRow
 from data_sources.readers import read_file
 from data_sources.sources import read_source
@@ -223,3 +224,26 @@ def test_hub_ids_pass_config_and_choose_splits(monkeypatch):
     assert asked == [("owner/name", "part"), ("owner/name", None)]
     with pytest.raises(ConfigError, match="splits train, validation, not test"):
         read_source("owner/name", "test")
+
+
+def test_a_stream_of_the_hub_is_read_row_by_row(monkeypatch):
+    import datasets
+
+    read = []
+
+    def rows():
+        for row in ROWS:
+            read.append(row)
+            yield row
+
+    def load_dataset(name, config, *, streaming):
+        assert streaming
+        return datasets.IterableDatasetDict(
+            {"train": datasets.IterableDataset.from_generator(rows)}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = read_source("owner/name", hub=HuggingFaceHub(streaming=True))
+    assert next(found).values == ROWS[0]
+    assert len(read) < len(ROWS)
+    assert [row.values for row in found] == ROWS[1:]
