@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -92,8 +93,8 @@ def load_source(
         began = time.perf_counter()
         maker, joined = _recognised(source, rows, counts, verbatim, evaluation)
         parts = iter(lambda: list(islice(joined, _PART_ROWS)), [])
-        packs = in_order(partial(packed, maker), parts, workers or default_workers())
-        write_records(folder, maker.source, packs, counts)
+        with closing(in_order(partial(packed, maker), parts, workers or default_workers())) as made:
+            write_records(folder, maker.source, made, counts)
         _check_share(counts, max_bad_fraction)
         seconds = time.perf_counter() - began
         log.info("read %d rows of %s in %.0f s", counts.read, counts.path, seconds)

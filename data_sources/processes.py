@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process, get_context, parent_process
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,11 @@ def default_workers() -> int:
     return max(1, (cores or 1) // max(ranks, 1))
 
 
-def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Iterator[R]:
+def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Generator[R, None, None]:
     """Yields the results of all parts; few parts and results are in memory at a time.
+
+    Close it where you may stop before the end (`contextlib.closing`): what collects garbage may do
+    so in a thread of the pool, which would wait for itself.
 
     Where processes cannot start, one is killed, or the work cannot be sent to them, this one does
     the rest.
@@ -89,8 +93,17 @@ def _can_be_sent(work: Callable[[Any], Any]) -> bool:
 
 def _receive(work: Callable[[Any], Any]) -> None:
     global _work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
     _work = work
+
+
+def _end_with_parent() -> None:
+    """Where the parent is killed, nothing else would tell this process to end."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(part: Any) -> Any:

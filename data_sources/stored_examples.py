@@ -15,7 +15,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -112,8 +113,11 @@ def stored_examples(
 
     def build(folder: Path) -> None:
         began = time.perf_counter()
-        with TokenWriter(folder) as writer:
-            for chunk in encoded_chunks(encoding, once, workers):
+        with (
+            TokenWriter(folder) as writer,
+            closing(encoded_chunks(encoding, once, workers)) as chunks,
+        ):
+            for chunk in chunks:
                 writer.append(chunk)
         seconds = time.perf_counter() - began
         log.info(
@@ -128,7 +132,7 @@ def stored_examples(
 
 def encoded_chunks(
     encoding: Encoding[E], records: Sequence[Record], workers: int
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Yields the records' chunks in their order; see `in_order`."""
     starts = range(0, len(records), CHUNK_ROWS)
     parts = (records[start : start + CHUNK_ROWS] for start in starts)

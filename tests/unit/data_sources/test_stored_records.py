@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -268,6 +269,65 @@ def test_parts_keep_their_order_and_survive_a_process_that_is_killed(caplog):
     assert "goes on alone" not in caplog.text
     assert list(in_order(_dies_at_five, range(20), 2)) == expected
     assert "goes on alone" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_the_processes_too(tmp_path, large, monkeypatch):
+    def full(folder, source, parts, counts):
+        next(iter(parts))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(load, "_PART_ROWS", 30)
+    monkeypatch.setattr(load, "write_records", full)
+    source = rows_of(tmp_path / "a.jsonl", 300)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*No space left") as caught:
+        read(source, tmp_path / "cache", workers=2)
+    # While the error, and all that its traceback holds, is still there.
+    assert caught.value is not None
+    assert multiprocessing.active_children() == []
+    assert built(tmp_path / "cache") == set()
+
+
+def _own_number(_):
+    return os.getpid()
+
+
+ORPHANS = """
+    import os, signal
+    from data_sources.processes import in_order
+    from tests.unit.data_sources.test_stored_records import _own_number
+    if __name__ == "__main__":
+        results = in_order(_own_number, range(100), 2)
+        print(next(results), next(results), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_processes_end_where_the_builder_is_killed():
+    root = Path(load.__file__).parents[1]
+    script = textwrap.dedent(ORPHANS)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        timeout=60,
+    )
+    numbers = {int(number) for number in done.stdout.split()}
+    assert numbers
+    ends = time.monotonic() + 10
+    while time.monotonic() < ends and any(map(_runs, numbers)):
+        time.sleep(0.1)
+    assert not [number for number in numbers if _runs(number)]
+
+
+def _runs(number):
+    try:
+        state = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
 
 
 WORKER = """
