@@ -27,6 +27,7 @@ from rlhf_app.deployment.failures import WorkerError, write_error
 from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
 from rlhf_app.origins import OWN_PACKAGES, check_origins
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.out_of_memory import explained
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_origins()
         config = load_saved(run.config)
         _check_device(config)
-        _job_module(stage).main(config, run)
+        with explained(config, stage, int(os.environ["WORLD_SIZE"])):
+            _job_module(stage).main(config, run)
     except Exception as error:
         traceback.print_exc()
         write_error(run.error(stage, rank), WorkerError.from_exception(error))

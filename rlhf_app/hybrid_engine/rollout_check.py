@@ -26,6 +26,7 @@ from rlhf_app.hybrid_engine.temporarily import temporarily
 from rlhf_app.hybrid_engine.training_scores import Answered, training_scores
 from rlhf_app.report.verification import Draws, Gap
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class RolloutMismatch(RuntimeError):
     """Rollouts do not sample the policy that trains; training on them would be wrong."""
 
 
+@within("generate")
 def check_rollouts(
     engine: Any,
     prompts: Sequence[Sequence[int]],

@@ -19,6 +19,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
+from rlhf_app.training.error_phase import within
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, setting: str = "m
     return config
 
 
+@within("load")
 def load_causal_lm(
     path: str,
     *,

@@ -22,6 +22,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.models.load import load_config, load_pretrained, prepare_for_training
 from rlhf_app.models.lora import ADAPTER, has_adapters, merge_state, save_adapter
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.files import atomic_directory, atomic_write_json
 from rlhf_app.training.saving import gather_state_dict, unwrap
 
@@ -133,6 +134,7 @@ def hidden_width(config: Any) -> int:
     return int(getattr(text, "word_embed_proj_dim", None) or text.hidden_size)
 
 
+@within("load")
 def new_scalar_model(
     path: str,
     *,
@@ -240,6 +242,7 @@ def read_reward_facts(path: str) -> RewardFacts:
         raise ConfigError(f"{file}: not readable ({error}); run the reward stage again") from error
 
 
+@within("saving")
 def save_scalar_model(
     engine_or_model: Any, tokenizer: Any, directory: Path, dist: Dist, facts: RewardFacts
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.phases import PhaseClock
 
 MicroBatch = TypeVar("MicroBatch")
@@ -135,7 +136,7 @@ def optimizer_step(
                 "Lower the learning rate, or use dtype bf16 or fp32"
             )
     lr = engine.get_lr()[0]
-    with clock.phase("step"):
+    with within(f"{name}_step"), clock.phase("step"):
         grad_norm = _plain_grad_norm(engine)
         engine.step()
     # Where DeepSpeed wraps the optimizer it looks at the norm first, on all ranks alike, and

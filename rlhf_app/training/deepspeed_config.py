@@ -16,6 +16,7 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.fused.joined import adjoining_sets
 from rlhf_app.training.deepspeed_module import compiled_adamw, load_deepspeed
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.schedule import lr_factor
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ def adamw(settings: TrainableSettings) -> OptimizerFactory:
     return make
 
 
+@within("load")
 def engine_for(
     model: nn.Module,
     settings: TrainableSettings,

@@ -19,6 +19,7 @@ import torch
 
 from rlhf_app.training.deepspeed_module import load_deepspeed
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.saving import gather_state_dict
 
 # Elements that are worked on at a time: temporaries stay at 256 MiB.
@@ -61,6 +62,7 @@ class WeightAverage:
         dist: this process's place.
     """
 
+    @within("load")
     def __init__(self, engine: Any, decay: float, dist: Dist) -> None:
         assert 0 <= decay < 1
         self._engine = engine

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rlhf_app.training.error_phase import within
+
 
 class PhaseClock:
     """Adds up the time spent in named phases.
@@ -31,12 +33,14 @@ class PhaseClock:
         if self._cuda:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
-            yield
+            with within(name):
+                yield
             last.record()
             self._events.append((name, first, last))
         else:
             began = time.perf_counter()
-            yield
+            with within(name):
+                yield
             self._seconds[name] += time.perf_counter() - began
 
     def seconds(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import nn
 from rlhf_app.models.lora import ADAPTER, has_adapters, merge_state, save_adapter
 from rlhf_app.training.deepspeed_module import load_deepspeed
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.files import atomic_directory
 
 
@@ -62,6 +63,7 @@ def gather_state_dict(model: nn.Module, dist: Dist) -> dict[str, torch.Tensor]:
     return state if dist.is_main else {}
 
 
+@within("saving")
 def save_causal_lm(
     engine_or_model: Any,
     tokenizer: Any,

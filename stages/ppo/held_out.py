@@ -13,6 +13,7 @@ from rlhf_app.hybrid_engine import Generator
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.scorers import load_scorer
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.metrics import MetricsWriter
 from stages.ppo.evaluate import PolicyReport, evaluate_policy
 from stages.ppo.models import PPOModels
@@ -55,6 +56,7 @@ class HeldOut:
         if dist.is_main and config.ppo.samples:
             self._samples = samples.open("w", encoding="utf-8")
 
+    @within("evaluation")
     def evaluate(self, update: int, policy: Any) -> PolicyReport:
         """Measure the policy in training, and write its numbers and samples.
 
@@ -73,6 +75,7 @@ class HeldOut:
             self._samples.flush()
         return report
 
+    @within("evaluation")
     def evaluate_base(self, path: str) -> PolicyReport:
         """Measure the model that SFT started from, then let go of it."""
         config = self._config

@@ -24,6 +24,7 @@ from rlhf_app.models.scalar_head import (
 from rlhf_app.models.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from stages.ppo.reward import RewardScorer
 from stages.ppo.reward_sources.build import combine, load_text_sources, model_source
 from stages.ppo.reward_sources.combined import CombinedScorer
@@ -120,6 +121,7 @@ def load_models(
     return assemble(load_parts(config, inputs, dist), config, dist, total_optimizer_steps)
 
 
+@within("load")
 def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps: int) -> PPOModels:
     """Put adapters on models in memory and wrap the trained two in engines.
 
@@ -181,6 +183,7 @@ def assemble(parts: Parts, config: RunConfig, dist: Dist, total_optimizer_steps:
     )
 
 
+@within("load")
 def load_parts(config: RunConfig, inputs: dict[str, str], dist: Dist) -> Parts:
     """Load the models of `load_models`; it says what of them is shared, and what raises."""
     ppo = config.ppo

@@ -13,6 +13,7 @@ from rlhf_app.models.whole_rows import whole_rows
 from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.micro_batches import BatchLimit
 from stages.reward.batches import PairBatch
 from stages.reward.loss import Sums
@@ -44,6 +45,7 @@ class Evaluation(Quality):
     std: float
 
 
+@within("evaluation")
 def evaluate(
     engine: Any,
     lengths: Sequence[int],

@@ -17,6 +17,7 @@ from rlhf_app.training.accumulate import check_evaluation
 from rlhf_app.training.batching import rank_slices
 from rlhf_app.training.cross_entropy import TokenBatch
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.error_phase import within
 from rlhf_app.training.micro_batches import BatchLimit
 
 LossOfBatch = Callable[[TokenBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -47,6 +48,7 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
 
+@within("evaluation")
 def evaluate(
     engine: Any,
     lengths: Sequence[int],

@@ -1,0 +1,29 @@
+"""In which phase of a run an error was raised: noted on the exception as it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PHASE = "phase_of_the_run"
+
+
+@contextmanager
+def within(phase: str) -> Iterator[None]:
+    """Names the phase on an exception that leaves the body, or a function that it decorates.
+
+    The outermost name stays: a rollout of an evaluation is evaluation.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.__dict__[_PHASE] = phase
+        raise
+
+
+def phase_of(error: BaseException) -> str | None:
+    """The phase in which an exception, or what caused it, was raised; None: outside of all."""
+    named: str | None = error.__dict__.get(_PHASE)
+    if named is None and error.__cause__ is not None:
+        return phase_of(error.__cause__)
+    return named
