@@ -20,6 +20,7 @@ from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
 from rlhf_app.training.error_phase import within
+from rlhf_app.training.safe_load import force_safe_loading, refused_files
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def load_pretrained(
     Raises:
         ConfigError: as `load_causal_lm`.
     """
+    force_safe_loading()
     place, where = pretrained_place(path)
     arguments: dict[str, Any] = {**where, **(_unpacked() if where else {})}
 
@@ -304,7 +306,8 @@ def load_errors(path: str, setting: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        yield
+        with refused_files(f"{setting} {path}"):
+            yield
     except SafetensorError as error:
         raise ConfigError(
             f"{setting} {path}: a weights file (*.safetensors) is truncated or damaged "

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import torch
 
+from rlhf_app.training.safe_load import allow_deepspeed_types, force_safe_loading
+
 # A C++ collective for CPU tensors that DeepSpeed compiles when it first joins a process
 # group: over a minute of start-up for messages that gloo carries well enough.
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -23,11 +25,13 @@ def load_deepspeed() -> ModuleType:
     Two variables are set before the import, because DeepSpeed reads them while importing:
     `TORCH_CUDA_ARCH_LIST` loses letter suffixes (its op builder turns `9.0a` into a number and
     dies), and `DS_ACCELERATOR` is set to cpu where there is no CUDA (otherwise it searches
-    for accelerators and warns on every start).
+    for accelerators and warns on every start). Its checkpoints, and all that `torch.load` reads
+    from then on, cannot run code (`safe_load`).
 
     Returns:
         The `deepspeed` module.
     """
+    force_safe_loading()
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if arch_list:
         os.environ["TORCH_CUDA_ARCH_LIST"] = plain_arch_list(arch_list)
@@ -35,6 +39,7 @@ def load_deepspeed() -> ModuleType:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
+    allow_deepspeed_types()
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
     # ZeRO-3 calls collectives that torch is renaming, once per parameter.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
