@@ -202,6 +202,8 @@ def _probe(model: Any, head: nn.Linear, inputs: Mapping[str, Any]) -> str | None
         # Dropout must not see that there was a forward more.
         with torch.no_grad(), torch.random.fork_rng(devices), _computing(head, marked):
             returned_BKV = model(**few, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the model, and logits would need more still
     except Exception as error:  # the model indexes its logits, for instance
         return f"it needs logits after its head ({type(error).__name__}: {error})"
     returned_V = returned_BKV.flatten(0, -2)[-1].to(marker_V.dtype)

@@ -17,13 +17,13 @@ from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 
 Phase = Literal[
-    "loading the models",
-    "the rollout",
+    "model load",
+    "rollout",
     "scoring",
-    "the reference forward",
-    "the update",
-    "the optimizer step",
-    "the evaluation",
+    "reference forward",
+    "update",
+    "optimizer step",
+    "evaluation",
     "saving",
 ]
 _SETTINGS = 3
@@ -104,13 +104,13 @@ class _Proposals:
         """The best first; some may be what is set already, or not allowed."""
         ppo = self._stage == "ppo"
         match self._failure.phase:
-            case "loading the models":
+            case "model load":
                 yield from self._half_precision()
                 yield from self._offload()
                 yield from self._zero(3)
                 yield from self._adapters()
                 yield from self._to("ppo.ema_decay", None, ppo)
-            case "the rollout":
+            case "rollout":
                 at_3 = self._value("ppo.actor.zero_stage") == 3
                 yield from self._to("hybrid_engine.pin_parameters", False, at_3)
                 yield from self._offload()
@@ -122,12 +122,12 @@ class _Proposals:
                 yield from self._cache()
                 yield from self._micro_batch()
                 yield from self._half("ppo.max_response_length")
-            case "the reference forward":
+            case "reference forward":
                 yield from self._micro_batch()
                 yield from self._cache()
                 yield from self._offload()
                 yield from self._half("ppo.max_response_length")
-            case "the update":
+            case "update":
                 if self._failure.model == "ptx":
                     yield from self._ptx_rows()
                 yield from self._micro_batch()
@@ -135,13 +135,13 @@ class _Proposals:
                 yield from self._cache()
                 yield from self._offload()
                 yield from self._zero(2)
-            case "the optimizer step":
+            case "optimizer step":
                 yield from self._offload()
                 yield from self._zero(2)
                 yield from self._bf16_sums()
                 yield from self._cache()
                 yield from self._adapters()
-            case "the evaluation":
+            case "evaluation":
                 if ppo:
                     yield from self._score_batch()
                     yield from self._half("ppo.eval_prompts")

@@ -30,16 +30,16 @@ _WORKSPACE = re.compile(r"needs (\d+) bytes, free on (\w+)(?::\d+)?: (\d+|unknow
 
 # By the names that `within` and the clocks give; a model's name may come before the last two.
 _PHASES: dict[str, Phase] = {
-    "load": "loading the models",
-    "generate": "the rollout",
+    "load": "model load",
+    "generate": "rollout",
     "old": "scoring",
     "values": "scoring",
     "reward": "scoring",
     "advantages": "scoring",
-    "reference": "the reference forward",
-    "forward_backward": "the update",
-    "step": "the optimizer step",
-    "evaluation": "the evaluation",
+    "reference": "reference forward",
+    "forward_backward": "update",
+    "step": "optimizer step",
+    "evaluation": "evaluation",
     "saving": "saving",
 }
 
@@ -98,9 +98,8 @@ def _phase(name: str | None) -> tuple[str | None, Phase | None]:
 
 
 def _line(config: RunConfig, failure: Failure, text: str) -> str:
-    whose = f"{failure.model}'s " if failure.model else ""
-    phase = failure.phase.removeprefix("the ") if whose and failure.phase else failure.phase
-    where = f" in {whose}{phase}" if failure.phase else ""
+    whose = f" of {failure.model}" if failure.model else ""
+    where = f" in {failure.phase}{whose}" if failure.phase else ""
     changes = [
         f"{c.key} {_shown(c.present)} -> {_shown(c.proposed)}" for c in advise(config, failure)
     ]
