@@ -17,6 +17,7 @@ import rlhf_app
 from rlhf_app.commands import bench, data, stage, train, verify
 from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, StageFailed
 from rlhf_app.origins import check_origins
+from rlhf_app.url_secrets import without_secrets
 
 _HELP = """Align a language model: supervised fine-tuning, a reward model, then PPO.
 
@@ -99,7 +100,8 @@ def run(arguments: Sequence[str]) -> int:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except (ConfigError, StageFailed) as error:
         if debug:
-            traceback.print_exc()
-        print(f"rlhf: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
+        line = without_secrets(" ".join(str(error).split()))
+        print(f"rlhf: error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
     return 0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlhf_app.config.load import Resolved, with_values
+from rlhf_app.config.hidden import hidden_settings
 from rlhf_app.config.schema import RunConfig, StageName
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.launch import worker_argv, worker_environment
@@ -192,7 +193,9 @@ def _run_stage(
     try:
         run_workers(
             worker_argv(topology, run.path, stage),
-            worker_environment(topology, os.environ) | {LAUNCHED: str(time.time())},
+            worker_environment(topology, os.environ)
+            | hidden_settings(config)
+            | {LAUNCHED: str(time.time())},
             run,
             stage,
             count,

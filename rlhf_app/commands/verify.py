@@ -123,6 +123,7 @@ def _run(
     directory: Path, config_file: Path | None, overrides: list[Override], console: Console
 ) -> list[Verification]:
     """Run the worker job; the findings of every rank."""
+    from rlhf_app.config.hidden import hidden_settings
     from rlhf_app.config.load import load_config, with_values
     from rlhf_app.config.yaml_files import dump_config
     from rlhf_app.deployment.launch import worker_argv, worker_environment
@@ -148,7 +149,7 @@ def _run(
     run.config.write_text(dump_config(config), encoding="utf-8")
     run_workers(
         worker_argv(topology, run.path, "verify"),
-        worker_environment(topology, os.environ),
+        worker_environment(topology, os.environ) | hidden_settings(config),
         run,
         "verify",
         topology.num_processes,

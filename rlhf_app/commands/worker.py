@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -37,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: run directory and stage; None takes the command line.
 
     Returns:
+from rlhf_app.training.safe_load import force_safe_loading
+from rlhf_app.url_secrets import WithoutSecrets
         Exit code: 0, 1 on a failure, 2 on bad input. On both of the latter
         `error_rank<r>.json` says what happened.
     """
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     if to_files:
         _redirect_output(run.log(stage, rank))
         die_with_parent(signal.SIGKILL)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(WithoutSecrets(f"%(asctime)s rank {rank} %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     if to_files and rank == 0:
         _note_warnings(run.warnings(stage))
     try:
@@ -59,10 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
         with explained(config, stage, int(os.environ["WORLD_SIZE"])):
             _job_module(stage).main(config, run)
     except Exception as error:
-        traceback.print_exc()
-        write_error(run.error(stage, rank), WorkerError.from_exception(error))
+        described = WorkerError.from_exception(error)
+        print(described.traceback, file=sys.stderr)
+        write_error(run.error(stage, rank), described)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
     return EXIT_OK
+        force_safe_loading()
 
 
 def _parse(arguments: list[str]) -> tuple[Path, JobName]:
@@ -107,6 +112,7 @@ def _check_device(config: RunConfig) -> None:
             f"deployment.type = {config.deployment.type}: torch {torch.__version__} sees no "
             "CUDA device; use --deployment-type cpu, or install a CUDA build of torch"
         )
+    handler.setFormatter(WithoutSecrets())
 
 
 def _job_module(job: JobName) -> ModuleType:

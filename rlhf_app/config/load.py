@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rlhf_app.config.hidden import put_hidden_back, refuse_hidden
 from rlhf_app.config.keys import all_fields, did_you_mean, flatten, section_type
 from rlhf_app.config.problems import describe
 from rlhf_app.config.schema import RunConfig
@@ -150,13 +151,15 @@ def load_config(
 
 
 def load_saved(path: Path) -> RunConfig:
-    """Read a `config.yaml` that a run directory holds.
+    """Read a `config.yaml` that a run directory holds, with what the controller left out of it.
 
     Raises:
         ConfigError: it is missing, unreadable or was changed by hand to something invalid.
     """
     layers = _Layers()
-    layers.add(read_mapping(path), str(path))
+    saved = read_mapping(path)
+    put_hidden_back(saved)
+    layers.add(saved, str(path))
     return validate(layers.values, layers.origins)
 
 
@@ -166,6 +169,7 @@ def validate(values: Mapping[str, object], origins: Mapping[str, str]) -> RunCon
     Raises:
         ConfigError: a value does not fit its setting.
     """
+    refuse_hidden(values, origins)
     nested: dict[str, object] = {}
     for key, value in values.items():
         _merge(nested, _nest(key, value))

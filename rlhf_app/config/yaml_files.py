@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_app.config.hidden import shown_values
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
 
@@ -104,9 +105,12 @@ def read_mapping(path: Path) -> dict[str, object]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """All settings as YAML, in schema order; `load_saved` reads the same values back."""
+    """All settings as YAML, in schema order; `load_saved` reads the same values back.
+
+    Passwords are left out; `hidden_settings` tells them to the process that reads it.
+    """
     text: str = yaml.dump(
-        config.model_dump(mode="json"),
+        shown_values(config),
         Dumper=_PlainDumper,
         sort_keys=False,
         allow_unicode=True,

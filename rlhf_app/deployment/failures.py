@@ -14,6 +14,7 @@ from pathlib import Path
 from rlhf_app.config.schema import JobName
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.files import atomic_write_json
+from rlhf_app.url_secrets import without_secrets
 
 # As torchrun writes it: "rank : 1 (local_rank: 1)", then "exitcode : -9 (pid: 7)".
 _DEATH = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: (-\d+) ", re.MULTILINE)
@@ -43,10 +44,10 @@ class WorkerError:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> WorkerError:
-        """Describe an exception that was caught."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        """Describe an exception that was caught, without secrets."""
+        text = without_secrets("".join(traceback.format_exception(error)).rstrip())
         name = type(error).__name__
-        message = str(error)
+        message = without_secrets(str(error))
         first = message.splitlines()[0] if message else ""
         return cls(name, message, f"{name}: {first}" if first else name, text, time.time())
 

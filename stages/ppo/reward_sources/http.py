@@ -60,6 +60,7 @@ class HttpReward:
         host = parts.netloc.rpartition("@")[2]
         self._url = urlunsplit((parts.scheme, host, parts.path or "/", parts.query, ""))
         self._shown = without_secrets(url)
+        self._given = url
         self._timeout = timeout
         self._retries = retries
         self._first_wait = first_wait
@@ -149,16 +150,16 @@ class HttpReward:
             return f"no answer within {self._timeout:g} s"
         if isinstance(reason, ConnectionRefusedError):
             return "connection refused"
-        return without_secrets(f"{type(reason).__name__}: {_short(str(reason))}")
+        return f"{type(reason).__name__}: {self._short(str(reason))}"
 
     def _reason(self, error: urllib.error.HTTPError) -> str:
         """What the server says about a request that it refuses."""
         moved = error.headers.get("Location") if 300 <= error.code < 400 else None
         if moved:
-            shown = without_secrets(_short(urljoin(self._url, moved)))
+            shown = self._short(urljoin(self._url, moved))
             return f"; it redirects to {shown}: name that"
         with contextlib.suppress(OSError, http.client.HTTPException):
-            body = without_secrets(_short(error.read(4 * _SHOWN).decode(errors="replace")))
+            body = self._short(error.read(4 * _SHOWN).decode(errors="replace"))
             return f": {body}" if body else ""
         return ""
 
@@ -172,30 +173,29 @@ class HttpReward:
         try:
             answer = json.loads(content)
         except ValueError:
-            shown = _short(content[: 4 * _SHOWN].decode(errors="replace"))
+            shown = self._short(content[: 4 * _SHOWN].decode(errors="replace"))
             raise self._error(f"no JSON came back but {shown!r}") from None
         found = [key for key in ("scores", "rewards") if isinstance(answer, dict) and key in answer]
         if not found:
-            raise self._error(
-                f'expected {{"scores": [...]}}, one number an answer; got {_short(str(answer))}'
-            )
+            shown = self._short(str(answer))
+            raise self._error(f'expected {{"scores": [...]}}, one number an answer; got {shown}')
         values = answer[found[0]]
         if not isinstance(values, list):
-            raise self._error(f"{found[0]} is no list: {_short(repr(values))}")
+            raise self._error(f"{found[0]} is no list: {self._short(repr(values))}")
         if len(values) != count:
             raise self._error(f"{len(values)} {found[0]} for {count} answers")
         for row, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise self._error(f"row {row} scored {_short(repr(value))}, not a number")
+                raise self._error(f"row {row} scored {self._short(repr(value))}, not a number")
             if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # NaN is not either
-                shown = _short(str(value))
+                shown = self._short(str(value))
                 raise self._error(f"row {row} scored {shown}, not a finite number")
         return [float(value) for value in values]
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"reward endpoint {self._shown}: {what}")
 
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    def _short(self, text: str) -> str:
+        """What a server says, which may be the login or the key that it was sent."""
+        text = without_secrets(" ".join(text.split()), (self._given,))
+        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
