@@ -20,3 +20,17 @@ class ConfigError(ValueError):
 
 class StageFailed(RuntimeError):
     """A worker process failed; the message names stage, rank, cause and log file."""
+
+
+class Interrupted(RuntimeError):
+    """A stage stopped because it was asked to, with everything saved that it needs to go on.
+
+    Args:
+        step: steps done.
+        total_steps: of the stage.
+    """
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        super().__init__(f"stopped after step {step} of {total_steps}")
+        self.step = step
+        self.total_steps = total_steps

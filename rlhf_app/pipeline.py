@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -20,15 +21,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rlhf_app.config.load import Resolved, with_values
 from rlhf_app.config.hidden import hidden_settings
+from rlhf_app.config.load import Resolved, with_values
 from rlhf_app.config.schema import RunConfig, StageName
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.launch import worker_argv, worker_environment
 from rlhf_app.deployment.progress import clock
 from rlhf_app.deployment.supervise import run_workers
 from rlhf_app.deployment.topology import Topology, check_topology, count_gpus, plan_topology
-from rlhf_app.errors import ConfigError
+from rlhf_app.errors import ConfigError, Interrupted
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import (
     Manifest,
@@ -42,8 +43,9 @@ from rlhf_app.output_directory import open_output_directory
 from rlhf_app.preflight import check_inputs, check_named, check_sizes
 from rlhf_app.report.final_table import print_final_table
 from rlhf_app.report.summary import collect_summary, write_summary
-from rlhf_app.reuse import check_nothing_needed_is_removed, decide
+from rlhf_app.reuse import Decision, check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.checkpoint.store import CheckpointStore
 from rlhf_app.training.clock import LAUNCHED
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
     Raises:
         ConfigError: bad input; nothing was started, or the worker that found it says so.
         StageFailed: a worker failed.
+        Interrupted: the run was asked to stop, and everything that it needs to go on is saved.
         KeyboardInterrupt: the run was interrupted; its workers are gone.
     """
     config = resolved.config
@@ -88,7 +91,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
         decisions = decide(config, run, manifest, force=force)
         check_nothing_needed_is_removed(config, run, decisions)
         # What stays must be readable: the summary at the end is the wrong time to find out.
-        redone = [decision.stage for decision in decisions if decision.action == "run"]
+        redone = [decision.stage for decision in decisions if decision.action != "reuse"]
         collect_summary(run, without=redone)
         _write_config(config, run)
         for decision in decisions:
@@ -99,8 +102,8 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
                 # Dropped before the first starts: an interrupted redo must not leave stale ones.
                 manifest.drop(decision.stage)
         for decision in decisions:
-            if decision.action == "run":
-                _run_stage(config, run, manifest, decision.stage, topology, console)
+            if decision.action != "reuse":
+                _run_stage(config, run, manifest, decision, topology, console)
         summary = write_summary(run)
         print_final_table(console, run, summary)
 
@@ -170,14 +173,22 @@ def _run_stage(
     config: RunConfig,
     run: RunDirectory,
     manifest: Manifest,
-    stage: StageName,
+    decision: Decision,
     topology: Topology,
     console: Console,
 ) -> None:
-    """Start one stage from nothing and record how it ended."""
-    # What a killed or forced stage left is half done: no part of it may be taken for the new.
-    _remove_directory(run.stage(stage))
-    run.logs(stage).mkdir(parents=True)
+    """Start one stage, from nothing or from its checkpoint, and record how it ended."""
+    stage = decision.stage
+    if decision.action == "resume":
+        _tidy_up(run, stage)
+        checkpoint = CheckpointStore(run.checkpoints(stage)).newest()
+        if checkpoint is not None:
+            steps = f"step {checkpoint.step} of {checkpoint.total_steps}"
+            _say(console, f"{stage}: goes on from its checkpoint, after {steps}")
+    else:
+        # What a killed or forced stage left is half done: no part of it may be taken for the new.
+        _remove_directory(run.stage(stage))
+    run.logs(stage).mkdir(parents=True, exist_ok=True)
     record = StageRecord(
         status="running",
         settings=stage_settings(config, stage),
@@ -191,7 +202,7 @@ def _run_stage(
     workers = f"{count} process{'es' * (count > 1)} on {topology.device}"
     _say(console, f"{stage}: {workers}, log: {run.log(stage, 0)}")
     try:
-        run_workers(
+        asked_to_stop = run_workers(
             worker_argv(topology, run.path, stage),
             worker_environment(topology, os.environ)
             | hidden_settings(config)
@@ -211,7 +222,23 @@ def _run_stage(
         artifact_hash=content_hash(str(run.artifact(stage))),
     )
     manifest.put(stage, done)
+    if not config.checkpoint.keep_finished:
+        CheckpointStore(run.checkpoints(stage)).remove()
     _say(console, f"{stage}: finished in {clock(done.finished - done.started)}")
+    if asked_to_stop:
+        result = json.loads(run.result(stage).read_text(encoding="utf-8"))
+        steps = result.get("steps", result.get("updates", 0))
+        raise Interrupted(steps, steps)
+
+
+def _tidy_up(run: RunDirectory, stage: StageName) -> None:
+    """Removes what an interrupted stage said about its end, and what it was writing then."""
+    directory = run.stage(stage)
+    notes = [run.request(stage), run.interrupted(stage), run.warnings(stage), run.result(stage)]
+    for path in (*notes, *directory.glob("error_rank*.json"), run.launcher_log(stage)):
+        path.unlink(missing_ok=True)
+    for path in (*directory.glob(".*.new"), *directory.glob(".*.old")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_directory(path: Path) -> None:

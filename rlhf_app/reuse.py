@@ -2,6 +2,7 @@
 
 A finished stage is reused only if its settings and the content of its inputs are the same.
 Otherwise the run stops and says what changed; `--force` does it and the later ones again.
+An unfinished stage goes on from its checkpoint under the same condition.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.checkpoint.store import Checkpoint, CheckpointStore
 
-Action = Literal["run", "reuse"]
+Action = Literal["run", "resume", "reuse"]
 _MOST_SHOWN = 3
 _LONGEST_VALUE = 60
 
@@ -32,7 +34,7 @@ class Decision:
 
     Attributes:
         stage: its name.
-        action: run, or reuse the finished artifact.
+        action: run from the beginning, resume from a checkpoint, or reuse what is finished.
     """
 
     stage: StageName
@@ -58,21 +60,22 @@ def decide(
     redo = False
     for stage in config.stages:
         record = manifest.stages.get(stage)
+        made_anew = any(decision.action != "reuse" for decision in decisions)
         if redo or record is None or not _is_finished(run, stage, record):
-            decisions.append(Decision(stage, "run"))
+            resumable = not (redo or record is None or force)
+            checkpoint = CheckpointStore(run.checkpoints(stage)).newest() if resumable else None
+            if checkpoint is not None and record is not None:
+                _check_resume(config, run, stage, record, checkpoint, made_anew=made_anew)
+            decisions.append(Decision(stage, "resume" if checkpoint else "run"))
             continue
-        made_anew = any(decision.action == "run" for decision in decisions)
         changes = (
             ["an earlier stage is not finished"]
             if made_anew
             else differences(config, run, stage, record)
         )
         if changes and not force:
-            shown = ", ".join(changes[:_MOST_SHOWN])
-            more = len(changes) - _MOST_SHOWN
             raise ConfigError(
-                f"{run.stage(stage)} is finished, but would change: {shown}"
-                + (f" and {more} more" if more > 0 else "")
+                f"{run.stage(stage)} is finished, but would change: {_some(changes)}"
                 + "; use --force to redo it and the stages after it, or another --output-dir"
             )
         redo = bool(changes)
@@ -80,6 +83,30 @@ def decide(
     if force and all(decision.action == "reuse" for decision in decisions):
         return [Decision(stage, "run") for stage in config.stages]
     return decisions
+
+
+def _check_resume(
+    config: RunConfig,
+    run: RunDirectory,
+    stage: StageName,
+    record: StageRecord,
+    checkpoint: Checkpoint,
+    *,
+    made_anew: bool,
+) -> None:
+    """Hours of work are not thrown away because a setting has changed: that is said first."""
+    changes = differences(config, run, stage, record) if not made_anew else []
+    if made_anew:
+        changes = ["an earlier stage is not finished"]
+    elif checkpoint.world_size != (config.deployment.num_processes or 1):
+        now = config.deployment.num_processes or 1
+        changes.append(f"number of processes {checkpoint.world_size} -> {now}")
+    if changes:
+        raise ConfigError(
+            f"{run.stage(stage)} has a checkpoint of step {checkpoint.step} of "
+            f"{checkpoint.total_steps}, which does not fit: {_some(changes)}; restore that to go "
+            "on, use --force to begin the stage anew, or another --output-dir"
+        )
 
 
 def check_nothing_needed_is_removed(
@@ -147,7 +174,10 @@ def _lies_in(path: Path, directory: Path) -> bool:
 def differences(
     config: RunConfig, run: RunDirectory, stage: StageName, record: StageRecord
 ) -> list[str]:
-    """What differs between a finished stage and the present settings and inputs."""
+    """What differs between a stage as it was begun and the present settings and inputs.
+
+    Of a finished one also whether its artifact is as it was.
+    """
     changes = []
     settings = stage_settings(config, stage)
     for key in sorted(settings.keys() | record.settings.keys()):
@@ -159,6 +189,8 @@ def differences(
         old_hash, new_hash = record.inputs.get(name), inputs.get(name)
         if old_hash != new_hash:
             changes.append(f"{name} {_short_hash(old_hash)} -> {_short_hash(new_hash)}")
+    if record.status != "finished":
+        return changes
     made = content_hash(str(run.artifact(stage)))
     if made != record.artifact_hash:
         changes.append(
@@ -210,6 +242,11 @@ def _products(run: RunDirectory, stage: StageName, record: StageRecord) -> list[
         if settings.get("ppo.save_critic") and settings.get("ppo.advantage_estimator") == "gae":
             products.append(run.critic)
     return products
+
+
+def _some(changes: list[str]) -> str:
+    more = len(changes) - _MOST_SHOWN
+    return ", ".join(changes[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _short(value: object) -> str:

@@ -2,6 +2,7 @@
 
 <out>/config.yaml manifest.json summary.json
 <out>/<stage>/metrics.jsonl result.json logs/rank0.log error_rank0.json
+<out>/<stage>/checkpoints/   while the stage is unfinished
 <out>/ppo/samples.jsonl
 <out>/sft/model/  <out>/reward/model/  <out>/ppo/actor/  <out>/ppo/critic/
 <out>/ppo/actor_ema/   with `ppo.ema_decay`
@@ -94,6 +95,18 @@ class RunDirectory:
     def warnings(self, stage: JobName) -> Path:
         """What rank 0 warned of, a line each, to be shown when the stage has ended."""
         return self.stage(stage) / "warnings.txt"
+
+    def checkpoints(self, stage: StageName) -> Path:
+        """The directory of a running stage's checkpoints."""
+        return self.stage(stage) / "checkpoints"
+
+    def request(self, stage: JobName) -> Path:
+        """What the controller asks of the workers, between two steps."""
+        return self.stage(stage) / "request"
+
+    def interrupted(self, stage: JobName) -> Path:
+        """Written by rank 0 when the stage stopped because it was asked to."""
+        return self.stage(stage) / "interrupted.json"
 
     def error(self, stage: JobName, rank: int) -> Path:
         """Why one worker failed, as JSON."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlhf_app.commands import options
-from rlhf_app.errors import EXIT_INTERRUPTED
+from rlhf_app.errors import EXIT_INTERRUPTED, Interrupted
 
 if TYPE_CHECKING:
     from rlhf_app.config.schema import RunConfig
@@ -73,10 +73,13 @@ def execute(flags: options.Flags) -> None:
         return
     try:
         run_pipeline(resolved, force=values["force"], console=console)
+    except Interrupted as interrupted:
+        print(f"rlhf: {interrupted}. The same command goes on from there.", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except KeyboardInterrupt as interrupt:
         print(
             f"rlhf: interrupted{f' by {interrupt}' if str(interrupt) else ''}; the workers are "
-            "stopped. The same command goes on with the unfinished stage.",
+            "stopped. The same command goes on from the last checkpoint of the unfinished stage.",
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -23,10 +23,21 @@ from rlhf_app.config.load import load_saved
 from rlhf_app.config.schema import STAGES, JobName, RunConfig
 from rlhf_app.deployment.child_process import LOG_TO_FILES, die_with_parent
 from rlhf_app.deployment.failures import WorkerError, write_error
-from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
+from rlhf_app.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    Interrupted,
+)
 from rlhf_app.origins import OWN_PACKAGES, check_origins
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.checkpoint.requests import own_handlers
+from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.out_of_memory import explained
+from rlhf_app.training.safe_load import force_safe_loading
+from rlhf_app.url_secrets import WithoutSecrets
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,10 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: run directory and stage; None takes the command line.
 
     Returns:
-from rlhf_app.training.safe_load import force_safe_loading
-from rlhf_app.url_secrets import WithoutSecrets
-        Exit code: 0, 1 on a failure, 2 on bad input. On both of the latter
-        `error_rank<r>.json` says what happened.
+        Exit code: 0, 1 on a failure, 2 on bad input, 3 where the stage stopped because it was
+        asked to. On failures and bad input `error_rank<r>.json` says what happened.
     """
     run_path, stage = _parse(sys.argv[1:] if arguments is None else arguments)
     run = RunDirectory(run_path)
@@ -57,17 +66,23 @@ from rlhf_app.url_secrets import WithoutSecrets
         _note_warnings(run.warnings(stage))
     try:
         check_origins()
+        force_safe_loading()
         config = load_saved(run.config)
         _check_device(config)
-        with explained(config, stage, int(os.environ["WORLD_SIZE"])):
+        with own_handlers(), explained(config, stage, int(os.environ["WORLD_SIZE"])):
             _job_module(stage).main(config, run)
+    except Interrupted as interrupted:
+        logging.info("%s, as asked", interrupted)
+        if rank == 0:
+            values = {"step": interrupted.step, "total_steps": interrupted.total_steps}
+            atomic_write_json(run.interrupted(stage), values)
+        return EXIT_INTERRUPTED
     except Exception as error:
         described = WorkerError.from_exception(error)
         print(described.traceback, file=sys.stderr)
         write_error(run.error(stage, rank), described)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
     return EXIT_OK
-        force_safe_loading()
 
 
 def _parse(arguments: list[str]) -> tuple[Path, JobName]:
@@ -97,6 +112,7 @@ def _note_warnings(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, mode="w", encoding="utf-8", delay=True)
     handler.setLevel(logging.WARNING)
+    handler.setFormatter(WithoutSecrets())
     handler.addFilter(lambda record: record.name.split(".")[0] in OWN_PACKAGES)
     logging.getLogger().addHandler(handler)
 
@@ -112,7 +128,6 @@ def _check_device(config: RunConfig) -> None:
             f"deployment.type = {config.deployment.type}: torch {torch.__version__} sees no "
             "CUDA device; use --deployment-type cpu, or install a CUDA build of torch"
         )
-    handler.setFormatter(WithoutSecrets())
 
 
 def _job_module(job: JobName) -> ModuleType:

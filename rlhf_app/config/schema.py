@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_app.config.checkpoint import CheckpointConfig
 from rlhf_app.config.data import ChatFormat, DataConfig, SourceConfig, Sources, parse_source
 from rlhf_app.config.lora import (
     CriticLora,
@@ -38,6 +39,7 @@ from rlhf_app.config.trainable import (
 __all__ = [
     "STAGES",
     "ChatFormat",
+    "CheckpointConfig",
     "CriticLora",
     "CriticSettings",
     "DataConfig",
@@ -148,6 +150,9 @@ class RunConfig(Section):
     )
     stages: tuple[StageName, ...] = Field(STAGES, description="Stages to run, in order.")
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig, description="Workers.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What survives an interruption."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="Models.")
     data: DataConfig = Field(default_factory=DataConfig, description="Data.")
     lora: LoraDefaults = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,25 +19,34 @@ PLAIN_SECONDS = 15.0
 class MetricsTail:
     """Reads what was added to a `metrics.jsonl` since the last look.
 
+    A stage that goes on after an interruption puts another file in its place.
+
     Args:
         path: the file; it may not exist yet.
+        since: leave out records that were written earlier, in seconds since the epoch.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, since: float = 0.0) -> None:
         self._path = path
+        self._since = since
+        self._file = 0
         self._offset = 0
 
     def new_records(self) -> list[dict[str, Any]]:
         """Whole lines added since the last call; a line still being written waits."""
         try:
             with self._path.open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file:
+                    self._file, self._offset = number, 0
                 file.seek(self._offset)
                 block = file.read()
         except FileNotFoundError:
             return []
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        records = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [record for record in records if record["time"] >= self._since]
 
 
 class Reporter(Protocol):

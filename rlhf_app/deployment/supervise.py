@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
@@ -21,8 +23,9 @@ from rlhf_app.deployment.failures import (
     last_log_line,
 )
 from rlhf_app.deployment.progress import MetricsTail, Reporter, make_reporter
-from rlhf_app.errors import ConfigError, StageFailed
+from rlhf_app.errors import ConfigError, Interrupted, StageFailed
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training.checkpoint.requests import Request, ask
 
 _POLL_SECONDS = 0.1
 
@@ -34,8 +37,11 @@ def run_workers(
     stage: JobName,
     num_processes: int,
     console: Console,
-) -> None:
+) -> bool:
     """Start a stage's processes, show their progress, and see them off.
+
+    Ctrl-C, SIGTERM and SIGHUP ask a stage that trains for a checkpoint and its end; the second
+    of them, or one before training began, ends it at once. SIGUSR1 asks for a checkpoint.
 
     Args:
         argv: command of the worker, or of torchrun with the workers.
@@ -45,24 +51,32 @@ def run_workers(
         num_processes: workers, to look for the one that failed first.
         console: where progress goes.
 
+    Returns:
+        Whether the stage was asked to stop, and was finished all the same.
+
     Raises:
+        Interrupted: it stopped as it was asked to.
         ConfigError: a worker found bad input; the message is its own.
         StageFailed: a worker failed; names rank, cause and log.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers are gone by then.
+        KeyboardInterrupt: the workers were ended at once; they are gone by then.
     """
     log = run.log(stage, 0) if num_processes == 1 else run.launcher_log(stage)
     with _noted_signals() as noted:
         process = start(argv, env, log)
         try:
             with make_reporter(console, stage) as reporter:
-                _follow(process, MetricsTail(run.metrics(stage)), reporter, noted)
+                tail = MetricsTail(run.metrics(stage), since=time.time())
+                asked = _follow(process, tail, reporter, noted, run.request(stage), console)
         finally:
             stop(process)
     _show_warnings(run, stage, console)
+    if run.interrupted(stage).is_file():
+        raise Interrupted(**json.loads(run.interrupted(stage).read_text(encoding="utf-8")))
     if process.returncode != 0:
         raise _failure(run, stage, num_processes, process.returncode)
     if not run.result(stage).is_file():
         raise StageFailed(f"{stage}: ended without a result (log: {run.log(stage, 0)})")
+    return asked
 
 
 def _show_warnings(run: RunDirectory, stage: JobName, console: Console) -> None:
@@ -76,15 +90,33 @@ def _follow(
     tail: MetricsTail,
     reporter: Reporter,
     noted: list[signal.Signals],
-) -> None:
+    request: Path,
+    console: Console,
+) -> bool:
+    """Until the process ends; returns whether it was asked to."""
+    trained = asked = False
     while True:
-        if noted:
-            raise KeyboardInterrupt(noted[0].name)
+        while noted:
+            number = noted.pop(0)
+            if number == signal.SIGUSR1:
+                ask(request, Request.CHECKPOINT)
+            elif asked or not trained:
+                raise KeyboardInterrupt(number.name)
+            else:
+                ask(request, Request.STOP)
+                asked = True
+                console.print(
+                    f"{number.name}: stopping after this step, with a checkpoint; once more stops "
+                    "at once",
+                    markup=False,
+                    highlight=False,
+                )
         ended = process.poll() is not None
         for record in tail.new_records():
+            trained = trained or record["kind"] == "train"
             reporter.show(record)
         if ended:  # asked before the last read, so that nothing written is missed
-            return
+            return asked
         time.sleep(_POLL_SECONDS)
 
 
@@ -119,7 +151,7 @@ def _failure(
 
 @contextmanager
 def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Ctrl-C, SIGTERM and SIGHUP are noted, for the loop to act on between two looks.
+    """Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are noted, for the loop to act on between two looks.
 
     Raised where they arrive they could come between the start of a worker and the moment
     that somebody owns it, or cut short the ending of the workers.
@@ -137,4 +169,4 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -181,8 +181,9 @@ def save_adapter(
 
     config: LoraConfig = model.peft_config[_NAME]
     written = LoraConfig(**{**config.to_dict(), "task_type": task_type, "inference_mode": True})
-    # Full names: peft shortens its own list, and `prefix` does not go before short ones.
-    written.target_modules = {f"{prefix}{name}" for name, _ in adapter_layers(model)}
+    # Full names: peft shortens its own list, and `prefix` does not go before short ones. Sorted:
+    # a set would be written in another order each time, and equal adapters would look unlike.
+    written.target_modules = sorted(f"{prefix}{name}" for name, _ in adapter_layers(model))
     extra = modules_to_save or {}
     written.modules_to_save = sorted({name.rpartition(".")[0] for name in extra}) or None
     weights = {

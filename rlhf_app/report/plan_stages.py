@@ -66,6 +66,8 @@ def _line(decision: Decision, manifest: Manifest, *, force: bool) -> str:
     record = manifest.stages.get(decision.stage)
     if decision.action == "reuse":
         text = "finished, would be reused"
+    elif decision.action == "resume":
+        text = "not finished, would go on from its checkpoint"
     elif record is None or record.status != "finished":
         text = "not finished, would run"
     else:

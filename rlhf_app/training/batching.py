@@ -36,7 +36,13 @@ def count_steps(rows: int, batch_size: int, epochs: float, max_steps: int | None
 
 
 def batches(
-    rows: int, batch_size: int, seed: int, total_steps: int, *, shuffled: bool = True
+    rows: int,
+    batch_size: int,
+    seed: int,
+    total_steps: int,
+    *,
+    shuffled: bool = True,
+    done: int = 0,
 ) -> Iterator[list[int]]:
     """Yields the row indices of each optimizer step, over all ranks.
 
@@ -46,12 +52,14 @@ def batches(
         seed: the run's seed.
         total_steps: number of batches to yield.
         shuffled: in another order each epoch; else from the first to the last.
+        done: batches that were used before an interruption, and are left out.
     """
     assert rows > 0
-    step = 0
-    for epoch in range(total_steps):
+    step = done
+    first_epoch, used = divmod(done, math.ceil(rows / batch_size))
+    for epoch in range(first_epoch, total_steps):
         order = epoch_order(rows, seed, epoch) if shuffled else range(rows)
-        for start in range(0, rows, batch_size):
+        for start in range(used * batch_size if epoch == first_epoch else 0, rows, batch_size):
             if step == total_steps:
                 return
             yield list(order[start : start + batch_size])

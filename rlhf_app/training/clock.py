@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 
@@ -25,6 +27,7 @@ class StageClock:
         self._began = float(launched) if launched else float(psutil.Process().create_time())
         self._since = self._began
         self._seconds: dict[str, float] = {}
+        self._earlier = 0.0
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap under `name`, added to what is there."""
@@ -37,15 +40,27 @@ class StageClock:
         self._seconds[source] -= seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is booked, for a checkpoint."""
+        wall = self._earlier + self._since - self._began
+        return {"wall_seconds": wall, "seconds": dict(self._seconds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add what was booked before an interruption."""
+        self._earlier = state["wall_seconds"]
+        for name, seconds in state["seconds"].items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def result(self) -> dict[str, object]:
         """What `result.json` says about time.
 
         Returns:
-            `wall_seconds`, from the start to the last lap; `startup_seconds`, the part of it
-            before there was anything to train; and `seconds`, each part's.
+            `wall_seconds`, from the start to the last lap, interruptions not counted;
+            `startup_seconds`, the part of it before there was anything to train; and `seconds`,
+            each part's.
         """
         return {
-            "wall_seconds": self._since - self._began,
+            "wall_seconds": self._earlier + self._since - self._began,
             "startup_seconds": sum(self._seconds.get(name, 0.0) for name in STARTUP),
             "seconds": dict(self._seconds),
         }

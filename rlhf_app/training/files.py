@@ -21,17 +21,46 @@ def atomic_write_json(path: Path, value: Any) -> None:
     Raises:
         ValueError: a number is NaN or infinite, which JSON cannot hold; nothing is written.
     """
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, text + "\n")
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Writes a file beside the target and renames it: a reader never sees half of it.
+
+    Args:
+        path: the file; its directory must exist.
+        text: what is to be in it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Puts the names in a directory on the disk: a rename before it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(directory: Path) -> None:
+    """Puts all files of a directory on the disk, and their names."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for inner in {directory, *(path.parent for path in directory.rglob("*"))}:
+        sync_directory(inner)
 
 
 @contextmanager
@@ -51,9 +80,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         _open_to_readers(temporary)
+        sync_files(temporary)
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
+        sync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -117,6 +117,11 @@ class PolicyReport:
             gold_length_correlation=_with_length(golds, rows) if golds else None,
             rows=rows,
         )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> PolicyReport:
+        """From its fields, as `dataclasses.asdict` gives them."""
+        return cls(**{**values, "rows": [HeldOutAnswer(**row) for row in values["rows"]]})
 
     @property
     def answers(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rlhf_app.config.schema import RunConfig
 from rlhf_app.hybrid_engine import Generator
 from rlhf_app.models.load import load_causal_lm, resolve_dtype
 from rlhf_app.scorers import load_scorer
+from rlhf_app.training.appended_file import AppendedFile
 from rlhf_app.training.distributed import Dist
 from rlhf_app.training.error_phase import within
 from rlhf_app.training.metrics import MetricsWriter
@@ -29,7 +30,7 @@ class HeldOut:
         dist: process group.
         metrics: is given the numbers of the policy in training.
         samples: file for its answers to the first `ppo.samples` prompts, one JSON object a line;
-            older lines are dropped.
+            older lines are dropped unless `load_state_dict` goes on from them.
         updates: how many there will be.
     """
 
@@ -52,9 +53,15 @@ class HeldOut:
         self._updates = updates
         self._sources: dict[str, float] = {}
         self._gold = load_scorer(config.gold.scorer) if config.gold.scorer else None
-        self._samples = None
-        if dist.is_main and config.ppo.samples:
-            self._samples = samples.open("w", encoding="utf-8")
+        self._samples = AppendedFile(samples, dist.is_main and config.ppo.samples > 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """How much of the file of samples is written."""
+        return self._samples.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on there; later lines are dropped."""
+        self._samples.load_state_dict(state)
 
     @within("evaluation")
     def evaluate(self, update: int, policy: Any) -> PolicyReport:
@@ -67,12 +74,10 @@ class HeldOut:
         report = self._measure(self._models.actor, policy)
         numbers = report.numbers() | self._sources
         self._metrics.write(kind="eval", step=update, total_steps=self._updates, **numbers)
-        if self._samples is not None:
-            self._samples.writelines(
-                json.dumps({"step": update, **sample}, ensure_ascii=False) + "\n"
-                for sample in sample_rows(self._prompts[: self._config.ppo.samples], report)
-            )
-            self._samples.flush()
+        self._samples.write_lines(
+            json.dumps({"step": update, **sample}, ensure_ascii=False)
+            for sample in sample_rows(self._prompts[: self._config.ppo.samples], report)
+        )
         return report
 
     @within("evaluation")

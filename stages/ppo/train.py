@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import asdict
 
 from data_sources.counts import log_dropped
 from data_sources.encode import encode
@@ -32,13 +33,16 @@ from rlhf_app.models.scalar_head import RewardFacts, save_scalar_model
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.best import BestWeights
+from rlhf_app.training.checkpoint.checkpointer import Checkpointer, Stateful
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.ema import WeightAverage
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.progress import Progress
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
+from stages.ppo.evaluate import PolicyReport
 from stages.ppo.health import Health, stop_reason
 from stages.ppo.held_out import HeldOut
 from stages.ppo.kl import KLController
@@ -134,19 +138,64 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
     # `enabled: false` is the way out: transformers' own generate is not ours to doubt.
     checks = [check()] if config.hybrid_engine.enabled else []
     clock.lap("engine")
-    # The actor has the reference's weights still: one scoring is enough.
-    before = report = evaluations.evaluate(0, models.reference)
-    same = inputs["base"] == inputs["actor"]
-    base = before if same else evaluations.evaluate_base(inputs["base"])
     health = Health(
         never_ends=not ppo.stop_at_eos,
         critic_warmup=ppo.critic_warmup_updates,
         enabled=dist.is_main,
     )
-    health.evaluation(0, before.numbers(), [row.gold for row in before.rows])
-    clock.lap("evaluation")
+    # Its facts: `stopped`, why training ended early; `base`, the report of SFT's own base.
+    progress = Progress(PolicyReport.read)
+    state: dict[str, Stateful] = {
+        "progress": progress,
+        "best": best,
+        "health": health,
+        "kl_controller": controller,
+        "metrics": metrics,
+        "samples": evaluations,
+        "clock": clock,
+    }
+    state |= {"average": average} if average is not None else {}
+    state |= {"text": text} if text is not None else {}
+    engines = {"actor": models.actor}
+    engines |= {"critic": models.critic} if models.critic is not None else {}
+    checkpoints = Checkpointer(
+        config.checkpoint,
+        run.checkpoints("ppo"),
+        run.request("ppo"),
+        dist,
+        total_steps=updates,
+        engines=engines,
+        state=state,
+    )
 
-    for update in range(1, updates + 1):
+    def look(update: int) -> None:
+        """Evaluates where it is time to; the last or the best weights become the artifacts."""
+        last = update == updates or "stopped" in progress.facts
+        if not (last or update == 0 or (ppo.eval_every and update % ppo.eval_every == 0)):
+            return
+        clock.lap("training")
+        if progress.evaluated != update:  # else the checkpoint was written after it
+            # At first the actor has the reference's weights: one scoring is enough.
+            report = evaluations.evaluate(update, models.actor if update else models.reference)
+            health.evaluation(update, report.numbers(), [row.gold for row in report.rows])
+            # What the warm-up leaves is no trained policy.
+            trained = update > ppo.critic_warmup_updates
+            chosen = trained and best.offer(update, report.numbers(), last=last)
+            progress.note(update, report, chosen=chosen)
+            if update == 0 and inputs["base"] != inputs["actor"]:
+                progress.facts["base"] = asdict(evaluations.evaluate_base(inputs["base"]))
+            clock.lap("evaluation")
+            if chosen and ppo.keep_best:
+                checkpoints.pin(update)
+        if update and progress.kept_step == update:
+            _save(models, run, dist, average, with_critic=ppo.save_critic)
+            clock.lap("saving")
+
+    done = checkpoints.resume()
+    look(done)
+    for update in range(done + 1, updates + 1):
+        if "stopped" in progress.facts:
+            break
         began = time.perf_counter()
 
         # 1-3. Sample, score, and turn rewards into advantages (stages/ppo/rollout.py).
@@ -199,29 +248,26 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         clock.move(numbers["generate_seconds"], "training", "generation")
         clock.move(numbers["score_seconds"], "training", "scoring")
 
-        # 6. Evaluate on held-out prompts; the last or the best weights become the artifacts.
+        # 6. Evaluate on held-out prompts now and then.
         stopped = stop_reason(numbers, ppo.stop_kl)
-        last = update == updates or stopped is not None
-        if last or (ppo.eval_every and update % ppo.eval_every == 0):
-            latest = evaluations.evaluate(update, models.actor)
-            health.evaluation(update, latest.numbers(), [row.gold for row in latest.rows])
-            clock.lap("evaluation")
-            # What the warm-up leaves is no trained policy.
-            trained = update > ppo.critic_warmup_updates
-            if trained and best.offer(update, latest.numbers(), last=last):
-                report = latest
-                _save(models, run, dist, average, with_critic=ppo.save_critic)
-                clock.lap("saving")
         if stopped is not None:
+            progress.facts["stopped"] = stopped
             log.warning("training ends after update %d of %d: %s", update, updates, stopped)
-            break
+        checkpoints.after(update, last=update == updates or stopped is not None)
+        look(update)
 
-    if dist.is_main:
-        reports = {"base": base, "sft": before, "ppo": report}
+    before, kept = progress.before, progress.kept
+    if dist.is_main and before is not None and kept is not None:
+        base = progress.facts.get("base")
+        reports = {
+            "base": PolicyReport.read(base) if base else before,
+            "sft": before,
+            "ppo": kept,
+        }
         result = {
             **clock.result(),
-            "updates": update,
-            "stopped": stopped,
+            "updates": progress.evaluated,
+            "stopped": progress.facts.get("stopped"),
             "warnings": health.warnings,
             **best.result(),
             "rows": {"train": len(prompts), "eval": len(held_out), "dropped": dict(dropped)},

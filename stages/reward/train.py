@@ -44,12 +44,14 @@ from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
 from rlhf_app.training.best import BestWeights
+from rlhf_app.training.checkpoint.checkpointer import Checkpointer
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.deepspeed_config import engine_for
 from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
+from rlhf_app.training.progress import Progress
 from rlhf_app.training.seeding import seed_everything
 from stages.reward.batches import PairBatch, collate
 from stages.reward.evaluate import Evaluation, evaluate
@@ -187,14 +189,39 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         *(len(train), total_steps, settings.batch_size, dist.world_size),
         *(settings.micro_batch_size, len(held_out)),
     )
-    clock.lap("engine")
-    kept = measure(0)
-    clock.lap("evaluation")
+    best = BestWeights(settings.keep_best, setting="reward.keep_best")
+    progress = Progress(lambda fields: Evaluation(**fields))
+    checkpoints = Checkpointer(
+        config.checkpoint,
+        run.checkpoints("reward"),
+        run.request("reward"),
+        dist,
+        total_steps=total_steps,
+        engines={"model": engine},
+        state={"progress": progress, "best": best, "metrics": metrics, "clock": clock},
+    )
 
-    def save() -> None:
+    def look(step: int) -> None:
+        """Evaluates where it is time to; the last or the best weights become the artifact."""
+        last = step == total_steps
+        if not (last or step == 0 or (settings.eval_every and step % settings.eval_every == 0)):
+            return
+        clock.lap("training")
+        if progress.evaluated != step:  # else the checkpoint was written after it
+            measured = measure(step)
+            chosen = step > 0 and best.offer(step, vars(measured), last=last)
+            progress.note(step, measured, chosen=chosen)
+            clock.lap("evaluation")
+            if chosen and settings.keep_best:
+                checkpoints.pin(step)
+        if step and progress.kept_step == step and progress.kept is not None:
+            save(progress.kept)
+            clock.lap("saving")
+
+    def save(evaluation: Evaluation) -> None:
         """The model with the score statistics of its own evaluation."""
         facts = RewardFacts(
-            stats=ScoreStats(kept.mean, kept.std, settings.std_floor),
+            stats=ScoreStats(evaluation.mean, evaluation.std, settings.std_floor),
             pad_token_id=tokenizer.pad_token_id,
             eos_token_ids=fmt.stop_ids,
             chat_format=fmt.kind,
@@ -202,12 +229,19 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         )
         save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
 
-    # 4. The loop. The last or the best weights become the artifact.
-    best = BestWeights(settings.keep_best, setting="reward.keep_best")
+    # 4. The loop, from where the newest checkpoint is.
+    clock.lap("engine")
+    done = checkpoints.resume()
+    look(done)
     order = batches(
-        len(train), settings.batch_size, config.seed, total_steps, shuffled=not train.in_order
+        len(train),
+        settings.batch_size,
+        config.seed,
+        total_steps,
+        shuffled=not train.in_order,
+        done=done,
     )
-    for step, batch in enumerate(order, start=1):
+    for step, batch in enumerate(order, start=done + 1):
         began = time.perf_counter()
         mine = rank_slices(batch, train.lengths, limit, dist.rank, dist.world_size)
         micro_batches = [batch_of([train[row] for row in rows]) for rows in mine]
@@ -230,18 +264,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=tokens / (time.perf_counter() - began),
             padding_share=1 - tokens / computed,
         )
-        last = step == total_steps
-        if last or (settings.eval_every and step % settings.eval_every == 0):
-            clock.lap("training")
-            measured = measure(step)
-            clock.lap("evaluation")
-            if best.offer(step, vars(measured), last=last):
-                kept = measured
-                save()
-                clock.lap("saving")
+        checkpoints.after(step, last=step == total_steps)
+        look(step)
 
     # 5. Last of all the result.
-    if dist.is_main:
+    kept = progress.kept
+    if dist.is_main and kept is not None:
         atomic_write_json(
             run.result("reward"),
             {

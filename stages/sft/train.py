@@ -38,6 +38,7 @@ from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.accumulate import optimizer_step
 from rlhf_app.training.batching import batches, count_steps, rank_slices
 from rlhf_app.training.best import BestWeights
+from rlhf_app.training.checkpoint.checkpointer import Checkpointer
 from rlhf_app.training.clock import StageClock
 from rlhf_app.training.cross_entropy import TokenBatch, cross_entropy
 from rlhf_app.training.deepspeed_config import engine_for
@@ -45,6 +46,7 @@ from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
+from rlhf_app.training.progress import Progress
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
 from stages.sft.batches import collate
@@ -160,17 +162,48 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         *(len(train), total_steps, sft.batch_size, dist.world_size, sft.micro_batch_size),
         len(held_out),
     )
-    clock.lap("engine")
-    before = kept = measure(0)
-    samples: list[dict[str, str]] = []
-    clock.lap("evaluation")
-
-    # 4. The loop. The last or the best weights become the artifact, and answer the samples.
     best = BestWeights(sft.keep_best, setting="sft.keep_best")
-    order = batches(
-        len(train), sft.batch_size, config.seed, total_steps, shuffled=not train.in_order
+    progress = Progress(lambda fields: Evaluation(**fields))
+    checkpoints = Checkpointer(
+        config.checkpoint,
+        run.checkpoints("sft"),
+        run.request("sft"),
+        dist,
+        total_steps=total_steps,
+        engines={"model": engine},
+        state={"progress": progress, "best": best, "metrics": metrics, "clock": clock},
     )
-    for step, batch in enumerate(order, start=1):
+
+    def look(step: int) -> None:
+        """Evaluates where it is time to; the last or the best weights become the artifact."""
+        last = step == total_steps
+        if not (last or step == 0 or (sft.eval_every and step % sft.eval_every == 0)):
+            return
+        clock.lap("training")
+        if progress.evaluated != step:  # else the checkpoint was written after it
+            measured = measure(step)
+            chosen = step > 0 and best.offer(step, {"loss": measured.loss}, last=last)
+            progress.note(step, measured, chosen=chosen)
+            clock.lap("evaluation")
+            if chosen and sft.keep_best:
+                checkpoints.pin(step)
+        if step and progress.kept_step == step:
+            save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
+            clock.lap("saving")
+            # Whole weights on each rank need only one of them to sample; shards need all.
+            if dist.is_main or engine.zero_optimization_stage() == 3:
+                progress.facts["samples"] = _samples(config, engine, held_out, fmt)
+            dist.barrier()
+            clock.lap("generation")
+
+    # 4. The loop, from where the newest checkpoint is.
+    clock.lap("engine")
+    done = checkpoints.resume()
+    look(done)
+    order = batches(
+        len(train), sft.batch_size, config.seed, total_steps, shuffled=not train.in_order, done=done
+    )
+    for step, batch in enumerate(order, start=done + 1):
         began = time.perf_counter()
         mine = rank_slices(batch, train.lengths, limit, dist.rank, dist.world_size)
         tokens = sum(train.targets(row) for row in batch)
@@ -189,23 +222,12 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=row_tokens / (time.perf_counter() - began),
             padding_share=1 - row_tokens / computed,
         )
-        last = step == total_steps
-        if last or (sft.eval_every and step % sft.eval_every == 0):
-            clock.lap("training")
-            measured = measure(step)
-            clock.lap("evaluation")
-            if best.offer(step, {"loss": measured.loss}, last=last):
-                kept = measured
-                save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
-                clock.lap("saving")
-                # Whole weights on each rank need only one of them to sample; shards need all.
-                if dist.is_main or engine.zero_optimization_stage() == 3:
-                    samples = _samples(config, engine, held_out, fmt)
-                dist.barrier()
-                clock.lap("generation")
+        checkpoints.after(step, last=step == total_steps)
+        look(step)
 
     # 5. Last of all the result.
-    if dist.is_main:
+    before, kept = progress.before, progress.kept
+    if dist.is_main and before is not None and kept is not None:
         atomic_write_json(
             run.result("sft"),
             {
@@ -214,7 +236,7 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
                 **best.result(),
                 "eval_perplexity": {"before": before.perplexity, "after": kept.perplexity},
                 "rows": {"train": len(train), "eval": len(held_out), "dropped": dict(dropped)},
-                "samples": samples,
+                "samples": progress.facts.get("samples", []),
             },
         )
 
