@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.manifest import Manifest
 from rlhf_app.run_directory import RunDirectory
 
 _LOCK = ".lock"
+_OTHERS = 0o077
 
 
 def check_output_directory(run: RunDirectory) -> None:
@@ -34,12 +37,16 @@ def check_output_directory(run: RunDirectory) -> None:
 
 
 @contextmanager
-def open_output_directory(run: RunDirectory, *, force: bool = False) -> Iterator[Manifest]:
+def open_output_directory(
+    run: RunDirectory, *, force: bool = False, private: bool = False
+) -> Iterator[Manifest]:
     """Create or reopen a run directory and hold its lock.
 
     Args:
         run: the directory.
         force: reopen it also when another version of this program made it.
+        private: keep other users out of it, and of what this process and those that it starts
+            write until the end.
 
     Yields:
         Its manifest, which is on disk from here on.
@@ -48,6 +55,18 @@ def open_output_directory(run: RunDirectory, *, force: bool = False) -> Iterator
         ConfigError: unusable as above, not writable, or in use.
     """
     check_output_directory(run)
+    before = os.umask(0)
+    os.umask(before | _OTHERS if private else before)
+    try:
+        with _locked(run, force, private) as manifest:
+            yield manifest
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def _locked(run: RunDirectory, force: bool, private: bool) -> Iterator[Manifest]:
+    """The directory and its lock, as `open_output_directory` has it."""
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = (run.path / _LOCK).open("w")
@@ -63,7 +82,29 @@ def open_output_directory(run: RunDirectory, *, force: bool = False) -> Iterator
                 f"--output-dir {run.path}: another rlhf is running there; wait for it or name "
                 "another directory"
             ) from None
+        if private:
+            _make_private(run.path)
         manifest = Manifest.load(run.manifest, force=force)
         if not run.manifest.is_file():
             manifest.save()
         yield manifest
+
+
+def _make_private(directory: Path) -> None:
+    """Takes the rights of others away, of what earlier runs left there as well.
+
+    Links are not followed: what they point to is not ours.
+
+    Raises:
+        ConfigError: something in it belongs to another user.
+    """
+    for parent, _, files in os.walk(directory):
+        for path in (Path(parent), *(Path(parent, name) for name in files)):
+            if path.is_symlink() and path != directory:
+                continue
+            try:
+                path.chmod(path.stat().st_mode & ~_OTHERS)
+            except OSError as error:
+                raise ConfigError(
+                    f"private: {path}: {error.strerror}; name another --output-dir"
+                ) from None

@@ -76,7 +76,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
         check_named(config)
     else:
         check_inputs(config, run)
-    with open_output_directory(run, force=force) as manifest:
+    with open_output_directory(run, force=force, private=config.private) as manifest:
         if resolved.embedded:
             _check_seed(config, run, manifest, force)
             config = use_embedded_default(config, run, console)

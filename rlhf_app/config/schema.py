@@ -148,6 +148,11 @@ class RunConfig(Section):
     output_dir: Annotated[Path, BeforeValidator(clean_path)] = Field(
         Path("output"), description="The run directory."
     )
+    private: bool = Field(
+        False,
+        description="The run directory is readable by its owner alone (mode 0700), also the files "
+        "within.",
+    )
     stages: tuple[StageName, ...] = Field(STAGES, description="Stages to run, in order.")
     deployment: DeploymentConfig = Field(default_factory=DeploymentConfig, description="Workers.")
     checkpoint: CheckpointConfig = Field(
