@@ -88,7 +88,7 @@ def load_source(
         _check_share(counts, max_bad_fraction)
         return table, counts
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> str:
         log.info("reading %s once, for all processes: %s", counts.path, folder.parent)
         began = time.perf_counter()
         maker, joined = _recognised(source, rows, counts, verbatim, evaluation)
@@ -98,6 +98,7 @@ def load_source(
         _check_share(counts, max_bad_fraction)
         seconds = time.perf_counter() - began
         log.info("read %d rows of %s in %.0f s", counts.read, counts.path, seconds)
+        return f"{counts.records} records of {counts.path}"
 
     stored = opened(cache / "records", name, build, StoredRecords)
     # It may have been read under another address of the same content.

@@ -2,7 +2,8 @@
 
 Whoever needs one waits at a file lock, and no collective: only one process builds. It builds in a
 directory of its own beside, and renaming that publishes it whole. Where locks do not work (some
-network file systems) the work is done twice, and the result is the same.
+network file systems) the work is done twice, and the result is the same. Its files are sealed with
+checksums, which every process looks at when it first opens the directory.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
+from data_sources.held_files import HeldFiles
+from data_sources.sealed import SEAL, check, seal
 from rlhf_app.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Fills an empty directory, and returns in words what it was made of.
+Build = Callable[[Path], str | None]
+_DAMAGE = (OSError, ValueError, KeyError)
 
 
 def cache_root(setting: str | None) -> Path:
@@ -38,7 +45,7 @@ def cache_root(setting: str | None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "rlhf"
 
 
-def published(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+def published(root: Path, name: str, build: Build) -> Path:
     """Returns `root/name`, which is built first where it does not exist.
 
     Args:
@@ -52,60 +59,13 @@ def published(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     target = root / name
     if target.is_dir():
         return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(root / f"{name}.lock")
-        try:
-            lock.acquire(timeout=1)
-        except Timeout:
-            log.info("another process prepares %s; waiting for it", target)
-            lock.acquire()
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: {root} cannot be written to ({error}); name another directory"
-        ) from error
-    try:
+    with building(root, name):
         if not target.is_dir():
             _build(target, build)
-    finally:
-        lock.release()
     return target
 
 
-def _build(target: Path, build: Callable[[Path], None]) -> None:
-    host = socket.gethostname()
-    for left in target.parent.glob(f"{target.name}.tmp.{host}.*"):
-        # A process on this machine that is gone left it behind.
-        if not _alive(int(left.name.split(".")[-2])):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = target.with_name(f"{target.name}.tmp.{host}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    try:
-        build(folder)
-        try:
-            folder.rename(target)
-        except OSError:
-            if not target.is_dir():  # else someone whom the lock did not stop was faster
-                raise
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: {target} cannot be written ({error}); name another directory"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def opened(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
+def opened(root: Path, name: str, build: Build, load: Callable[[Path], T]) -> T:
     """Returns what `load` makes of `published(root, name, build)`; a damaged one is built again.
 
     Args:
@@ -119,17 +79,141 @@ def opened(root: Path, name: str, build: Callable[[Path], None], load: Callable[
     """
     target = published(root, name, build)
     try:
-        return load(target)
-    except (OSError, ValueError, KeyError) as error:
-        log.warning("%s is damaged and will be made again: %s", target, error)
-    aside = target.with_name(f"{name}.tmp.{socket.gethostname()}.{os.getpid()}.damaged")
-    with suppress(OSError):  # another process was faster
-        target.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-    target = published(root, name, build)
+        return _checked(target, load)
+    except _DAMAGE:
+        pass
+    with building(root, name):
+        # Another process may have built it again since.
+        try:
+            return _checked(target, load)
+        except _DAMAGE as error:
+            if target.exists() or target.is_symlink():
+                log.warning("%s is damaged and will be made again: %s", target, error)
+                _remove(target, error)
+        _build(target, build)
     try:
-        return load(target)
-    except (OSError, ValueError, KeyError) as error:
+        return _checked(target, load)
+    except _DAMAGE as error:
         raise ConfigError(
             f"data.cache_dir: {target} cannot be read back ({error}); name another directory"
         ) from error
+
+
+@contextmanager
+def building(root: Path, name: str, *, wait: bool = True) -> Iterator[None]:
+    """Holds the lock of those who build or remove a directory.
+
+    Args:
+        root: of the cache; made where it does not exist.
+        name: of the directory.
+        wait: for as long as another process has it.
+
+    Raises:
+        ConfigError: the cache cannot be written to.
+        Timeout: another process has it, and `wait` is not set.
+    """
+    target = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(root / f"{name}.lock")
+        try:
+            lock.acquire(timeout=1 if wait else 0)
+        except Timeout:
+            if not wait:
+                raise
+            log.info("another process prepares %s; waiting for it", target)
+            lock.acquire()
+    except Timeout:  # of the kind OSError
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {root} cannot be written to ({error}); name another directory"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def builder_alive(folder: Path) -> bool | None:
+    """Returns whether the process runs that makes an unfinished directory.
+
+    Args:
+        folder: beside the one that it is to become.
+
+    Returns:
+        None where it is a process of another machine.
+    """
+    host, _, number = folder.name.partition(".tmp.")[2].rpartition(".")[0].rpartition(".")
+    if host != socket.gethostname() or not number.isdigit():
+        return None
+    return _alive(int(number))
+
+
+def put_aside(target: Path) -> Path:
+    """Renames a directory of the cache, so that nobody finds it, and returns where it is now.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    return target.rename(_beside(target))
+
+
+def _checked(target: Path, load: Callable[[Path], T]) -> T:
+    # The directory is in use, and not cleared by anybody, from here on.
+    held = HeldFiles(target, [SEAL])
+    check(target)
+    found = load(target)
+    del held
+    return found
+
+
+def _build(target: Path, build: Build) -> None:
+    for left in target.parent.glob(f"{target.name}.tmp.*"):
+        if builder_alive(left) is False:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = _beside(target)
+    folder.mkdir()
+    try:
+        about = build(folder)
+        seal(folder, target.name, about or "")
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.is_dir():  # else someone whom the lock did not stop was faster
+                raise
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {target} cannot be written ({error}); name another directory"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(target: Path, why: BaseException) -> None:
+    """Takes a damaged directory away; processes that have it open keep what they have."""
+    try:
+        aside = put_aside(target)
+        if aside.is_symlink():
+            aside.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {target} is damaged ({why}) and cannot be removed ({error}); "
+            "delete it, or name another directory"
+        ) from error
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _beside(target: Path) -> Path:
+    owner = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    return target.with_name(f"{target.name}.tmp.{owner}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

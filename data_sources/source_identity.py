@@ -110,19 +110,29 @@ def _content(file: Path | RemoteFile, known: Path) -> str:
             return ""
     state = _state(file)
     place = known / hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
-    if place.is_file():
-        return place.read_text(encoding="ascii")
-    digest = hashlib.blake2b(digest_size=16)
+    with suppress(OSError, ValueError):  # there is none, or it is damaged
+        digest, seal = place.read_text(encoding="ascii").split()
+        if seal == _seal(place.name, digest):
+            with suppress(OSError):
+                os.utime(place)  # it was used
+            return digest
+    content = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
-            digest.update(block)
+            content.update(block)
+    digest = content.hexdigest()
     if _state(file) == state:  # else it is being written to
         with suppress(OSError):  # who keeps the records will tell why it cannot
             known.mkdir(parents=True, exist_ok=True)
             temporary = place.with_suffix(f".{os.getpid()}")
-            temporary.write_text(digest.hexdigest(), encoding="ascii")
+            temporary.write_text(f"{digest} {_seal(place.name, digest)}", encoding="ascii")
             temporary.replace(place)
-    return digest.hexdigest()
+    return digest
+
+
+def _seal(name: str, digest: str) -> str:
+    """A damaged digest would find the records of another file."""
+    return hashlib.blake2b(f"{name} {digest}".encode(), digest_size=8).hexdigest()
 
 
 def _state(file: Path) -> Sequence[str | int]:

@@ -32,6 +32,7 @@ from data_sources.encodings import E, Encoding
 from data_sources.processes import in_order
 from data_sources.published import opened
 from data_sources.records import Record
+from data_sources.selection import Selected
 from data_sources.token_files import Chunk, TokenFiles, TokenWriter, encode_chunk
 from rlhf_app.models import chat_format, turn_spans, written_formats
 
@@ -86,6 +87,7 @@ class StoredExamples(Examples[E]):
 
     def targets(self, place: int) -> int:
         """See `Examples`."""
+        self._files.check()
         return int(self._files.targets_I[self._items_I[place]])
 
     def ids(self, place: int) -> list[int]:
@@ -111,7 +113,7 @@ def stored_examples(
     """
     identity, once, places_N = each_once(records)
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> str:
         began = time.perf_counter()
         with (
             TokenWriter(folder) as writer,
@@ -124,6 +126,7 @@ def stored_examples(
             "encoded %d rows, %d tokens, in %.0f s with %d processes: %s",
             *(len(once), writer.tokens, seconds, workers, folder.parent),
         )
+        return _in_words(once, encoding)
 
     name = f"{encoding.name}-{_fingerprint(identity, encoding)}"
     files = opened(root / "tokens", name, build, TokenFiles)
@@ -137,6 +140,22 @@ def encoded_chunks(
     starts = range(0, len(records), CHUNK_ROWS)
     parts = (records[start : start + CHUNK_ROWS] for start in starts)
     return in_order(partial(encode_chunk, encoding), parts, workers)
+
+
+def _in_words(once: Sequence[Record], encoding: Encoding[E]) -> str:
+    sources = dict.fromkeys(record.source for record in _one_of_each(once))
+    return (
+        f"{len(once)} rows of {', '.join(filter(None, sources)) or 'unnamed sources'}, at most "
+        f"{encoding.limit} tokens of {encoding.fmt.tokenizer.name_or_path or 'a tokenizer'}"
+    )
+
+
+def _one_of_each(records: Sequence[Record]) -> Sequence[Record]:
+    """One record of each source, or of all the first."""
+    if isinstance(records, Selected):
+        _, first = np.unique(records.table_N, return_index=True)
+        return [records[int(place)] for place in first]
+    return records[:1]
 
 
 def _fingerprint(identity: bytes, encoding: Encoding[E]) -> str:

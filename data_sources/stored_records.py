@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from data_sources.counts import SourceCounts
+from data_sources.held_files import HeldFiles, lost
 from data_sources.identity import prompt_key
 from data_sources.raw_rows import BadRow, RawRow
 from data_sources.record_table import RecordTable, hexadecimal
@@ -47,10 +48,13 @@ class StoredRecords(RecordTable):
         folder: the directory; its name becomes the fingerprint.
 
     Raises:
-        OSError, ValueError: the files are not whole.
+        OSError, ValueError: the files are not whole; later, in reading, it is a ConfigError.
     """
 
     def __init__(self, folder: Path) -> None:
+        # Before anything is read, so that nobody clears the directory meanwhile.
+        names = (_TEXTS, *(f"{name}.bin" for name in _NUMBERS))
+        self._held = HeldFiles(folder, names)
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         for name, size in facts["sizes"].items():
             if (folder / name).stat().st_size != size:
@@ -65,7 +69,7 @@ class StoredRecords(RecordTable):
         )
         # Of every batch, how many records there are up to its last.
         self._ends = np.fromfile(folder / f"{_ENDS}.bin", np.int64)
-        self._texts: Any = None
+        self._texts = _opened(folder / _TEXTS)
 
     @property
     def fingerprint(self) -> str:
@@ -74,8 +78,10 @@ class StoredRecords(RecordTable):
 
     def __iter__(self) -> Iterator[Record]:
         place = 0
-        for number in range(self._file.num_record_batches):
-            for row in self._file.get_batch(number).to_pylist():
+        for number in range(len(self._ends)):
+            with self._held.reading():
+                rows = self._texts.get_batch(number).to_pylist()
+            for row in rows:
                 yield self._record(row, place)
                 place += 1
 
@@ -83,21 +89,17 @@ class StoredRecords(RecordTable):
         return self._folder
 
     def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]
+        try:
+            self.__init__(folder)  # type: ignore[misc]
+        except (OSError, ValueError, KeyError) as error:
+            raise lost(folder, str(error)) from error
 
     def _get(self, place: int) -> Record:
         number = int(np.searchsorted(self._ends, place, side="right"))
-        batch = self._file.get_batch(number)
-        (row,) = batch.slice(place - int(self._ends[number]) + len(batch), 1).to_pylist()
-        return self._record(row, place)
-
-    @property
-    def _file(self) -> Any:
-        if self._texts is None:
-            import pyarrow as pa
-
-            self._texts = pa.ipc.open_file(pa.memory_map(str(self._folder / _TEXTS)))
-        return self._texts
+        with self._held.reading():
+            batch = self._texts.get_batch(number)
+            (row,) = batch.slice(place - int(self._ends[number]) + len(batch), 1).to_pylist()
+            return self._record(row, place)
 
     def _record(self, row: dict[str, Any], place: int) -> Record:
         ids = None
@@ -198,6 +200,13 @@ def write_records(folder: Path, source: str, parts: Iterable[Packed], counts: So
         json.dump(facts, sheet)
         sheet.flush()
         os.fsync(sheet.fileno())
+
+
+def _opened(path: Path) -> Any:
+    """Opened once and for all: later the path may be gone, and what is open stays."""
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(path)))
 
 
 def _schema() -> Any:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from data_sources.encoder import RowLost
 from data_sources.encodings import Encoding
+from data_sources.held_files import HeldFiles
 from data_sources.records import Record
 
 Reasons = tuple[tuple[str, int], ...]
@@ -163,6 +164,8 @@ class TokenFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Before anything is read, so that nobody clears the directory meanwhile.
+        self._held = HeldFiles(folder, [f"{name}.bin" for name in COLUMNS])
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         if facts["bytes"] != sizes(folder):
             raise ValueError("files are not as long as they were")
@@ -177,8 +180,21 @@ class TokenFiles:
         self.highest_id: int = facts["highest_id"]
         self.tokens: int = facts["tokens"]
 
+    def check(self) -> None:
+        """Makes sure that the files are as they were.
+
+        Raises:
+            ConfigError: one has been changed, or cannot be read any more.
+        """
+        self._held.check()
+
     def packed(self, item: int) -> list[int]:
-        """The integers of one item."""
+        """The integers of one item.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        self.check()
         start = int(self._ends[item - 1]) if item else 0
         ids: list[int] = self._packed[start : int(self._ends[item])].tolist()
         return ids

@@ -57,6 +57,7 @@ COMMON = {
         ["data", "--help"],
         ["data", "stats", "--help"],
         ["data", "inspect", "--help"],
+        ["data", "cache", "--help"],
         ["verify", "--help"],
         ["bench", "--help"],
         ["bench", "generate", "--help"],
