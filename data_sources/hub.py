@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from data_sources.named import find
 from data_sources.raw_rows import RawRow, Rows
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.hub_reach import use_cache_if_unreachable
 
 # A split's usual names; the first that exists is taken.
 TRAIN_SPLITS = ("train", "train_prefs", "train_sft")
@@ -40,6 +41,7 @@ class HuggingFaceHub:
         """Returns all splits of a dataset."""
         import datasets
 
+        use_cache_if_unreachable()
         how: dict[str, Any] = {"streaming": True} if self._streaming else {}
         return datasets.load_dataset(name, config, **options, **how)
 
@@ -48,6 +50,7 @@ class HuggingFaceHub:
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFolder
 
+        use_cache_if_unreachable()
         found = HfApi().list_repo_tree(name, repo_type="dataset", revision=_EXPORTED)
         return sorted(item.path for item in found if isinstance(item, RepoFolder))
 

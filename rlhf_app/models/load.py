@@ -19,6 +19,8 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
+from rlhf_app.models.hub_names import is_local_path
+from rlhf_app.models.hub_reach import use_cache_if_unreachable
 from rlhf_app.training.error_phase import within
 from rlhf_app.training.safe_load import force_safe_loading, refused_files
 
@@ -60,6 +62,8 @@ def load_config(path: str, *, trust_remote_code: bool = False, setting: str = "m
     disable_progress_bar()
     check_model_path(path, setting)
     place, arguments = pretrained_place(path)
+    if not is_local_path(path):
+        use_cache_if_unreachable()
     with load_errors(path, setting):
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **arguments)
     disable_dropout_in_config(config)

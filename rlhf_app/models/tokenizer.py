@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.gguf_files import pretrained_place
+from rlhf_app.models.hub_reach import use_cache_if_unreachable
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,6 +52,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         )
     if not is_local and _only_a_path(path):
         raise ConfigError(f"model directory {path} does not exist; check --actor-model and cwd")
+    if not is_local:
+        use_cache_if_unreachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code, **arguments

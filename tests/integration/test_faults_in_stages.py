@@ -11,8 +11,11 @@ import logging
 import math
 import pkgutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from rlhf_app.commands import worker
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.supervise import _failure
-from rlhf_app.errors import StageFailed
+from rlhf_app.errors import EXIT_BAD_INPUT, ConfigError, StageFailed
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.distributed import close
 from rlhf_app.training.saving import gather_state_dict
@@ -80,8 +83,8 @@ class Ended:
 
 
 @pytest.fixture
-def stage_until_fault(tiny_lm: Path, tmp_path: Path) -> Callable[[str], Ended]:
-    def run_stage(stage: str) -> Ended:
+def stage_until_fault(tiny_lm: Path, tmp_path: Path) -> Callable[..., Ended]:
+    def run_stage(stage: str, **changes: Any) -> Ended:
         for name, rows in (("data", ROWS), ("eval", EVAL)):
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (tmp_path / f"{name}.jsonl").write_text(text)
@@ -91,6 +94,7 @@ def stage_until_fault(tiny_lm: Path, tmp_path: Path) -> Callable[[str], Ended]:
                 "def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n"
             )
             settings["rewards"] = [{"function": f"{tmp_path / 'my.py'}:score"}]
+        settings |= changes
         config = RunConfig.model_validate(
             {
                 "output_dir": str(tmp_path / "out"), "stages": [stage],
@@ -111,7 +115,7 @@ def stage_until_fault(tiny_lm: Path, tmp_path: Path) -> Callable[[str], Ended]:
         line = ""
         if code:
             failed = _failure(run, stage, 1, code)  # type: ignore[arg-type]
-            assert isinstance(failed, StageFailed)
+            assert isinstance(failed, ConfigError if code == EXIT_BAD_INPUT else StageFailed)
             line = str(failed)
             assert "\n" not in line
         return Ended(code, line, run, stage)
@@ -311,6 +315,70 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
     here = Dist(0, 0, 1, torch.device("cpu"))
     return {k: v.clone() for k, v in gather_state_dict(engine.module, here).items()}
+
+
+def silent(handler: BaseHTTPRequestHandler, answers: int) -> None:
+    threading.Event().wait(5)
+
+
+def reply(content: Callable[[int], Any]) -> Callable[[BaseHTTPRequestHandler, int], None]:
+    def send(handler: BaseHTTPRequestHandler, answers: int) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(content(answers))
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        (None, "connection refused, 2 time(s); is the server running?"),
+        (silent, "no answer within 2 s, 2 time(s); is the server running?"),
+        (reply(lambda _: b"<html>busy</html>"), "no JSON came back but '<html>busy</html>'"),
+        (reply(lambda n: json.dumps({"scores": [1.0] * (n - 1)}).encode()), "scores for "),
+        (reply(lambda n: json.dumps({"scores": [math.nan] * n}).encode()), "not a finite number"),
+    ],
+    ids=["down", "slow", "garbage", "fewer", "nan"],
+)
+def test_a_reward_endpoint_that_fails_ends_the_stage_soon(
+    behaviour, message, stage_until_fault, monkeypatch
+):
+    """It answers at first: the evaluation before training has its scores."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            count = len(json.loads(body)["responses"])
+            asked.append(time.monotonic())
+            if len(asked) <= 2 or behaviour is None:
+                reply(lambda n: json.dumps({"scores": [1.0] * n}).encode())(self, count)
+                if len(asked) == 2 and behaviour is None:
+                    self.server.socket.close()
+            else:
+                behaviour(self, count)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    server.daemon_threads = True
+    url = f"http://127.0.0.1:{server.server_port}/score"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    source = {"http": url, "timeout": 2 if behaviour is silent else 30, "retries": 1}
+    try:
+        ended = stage_until_fault("ppo", rewards=[source])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ended.code == EXIT_BAD_INPUT
+    assert ended.line.startswith(f"reward endpoint {url}: ")
+    assert message in ended.line
+    assert time.monotonic() - asked[-1] < 10
+    assert ended.artifact() is None
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
