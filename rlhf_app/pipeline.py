@@ -23,12 +23,13 @@ from rich.console import Console
 
 from rlhf_app.config.hidden import hidden_settings
 from rlhf_app.config.load import Resolved, with_values
-from rlhf_app.config.schema import RunConfig, StageName
+from rlhf_app.config.schema import DeploymentConfig, RunConfig, StageName
 from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.deployment.launch import worker_argv, worker_environment
 from rlhf_app.deployment.progress import clock
 from rlhf_app.deployment.supervise import run_workers
 from rlhf_app.deployment.topology import Topology, check_topology, count_gpus, plan_topology
+from rlhf_app.deployment.worker_lock import wait_until_free
 from rlhf_app.errors import ConfigError, Interrupted
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import (
@@ -46,7 +47,7 @@ from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import Decision, check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.checkpoint.store import CheckpointStore
-from rlhf_app.training.clock import LAUNCHED
+from rlhf_app.training.clock import LAUNCHED, TIMEOUT_MINUTES
 
 if TYPE_CHECKING:
     from data_sources.embedded import EmbeddedTask
@@ -77,6 +78,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
     else:
         check_inputs(config, run)
     with open_output_directory(run, force=force, private=config.private) as manifest:
+        wait_until_free(run)
         if resolved.embedded:
             _check_seed(config, run, manifest, force)
             config = use_embedded_default(config, run, console)
@@ -206,11 +208,12 @@ def _run_stage(
             worker_argv(topology, run.path, stage),
             worker_environment(topology, os.environ)
             | hidden_settings(config)
-            | {LAUNCHED: str(time.time())},
+            | _timing(config.deployment),
             run,
             stage,
             count,
             console,
+            hang_minutes=config.deployment.hang_minutes,
         )
     except BaseException:
         manifest.put(stage, dataclasses.replace(record, status="failed", finished=time.time()))
@@ -231,13 +234,20 @@ def _run_stage(
         raise Interrupted(steps, steps)
 
 
+def _timing(deployment: DeploymentConfig) -> dict[str, str]:
+    """When the workers were asked for, and how long they wait for each other."""
+    minutes = max(30.0, (deployment.hang_minutes or 24 * 60) + 5)
+    return {LAUNCHED: str(time.time()), TIMEOUT_MINUTES: f"{minutes:g}"}
+
+
 def _tidy_up(run: RunDirectory, stage: StageName) -> None:
     """Removes what an interrupted stage said about its end, and what it was writing then."""
     directory = run.stage(stage)
     notes = [run.request(stage), run.interrupted(stage), run.warnings(stage), run.result(stage)]
     for path in (*notes, *directory.glob("error_rank*.json"), run.launcher_log(stage)):
         path.unlink(missing_ok=True)
-    for path in (*directory.glob(".*.new"), *directory.glob(".*.old")):
+    leftovers = (*directory.glob(".*.new"), *directory.glob(".*.old"))
+    for path in (run.heartbeats(stage), *leftovers):
         shutil.rmtree(path, ignore_errors=True)
 
 

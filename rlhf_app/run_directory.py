@@ -104,6 +104,10 @@ class RunDirectory:
         """What the controller asks of the workers, between two steps."""
         return self.stage(stage) / "request"
 
+    def heartbeats(self, stage: JobName) -> Path:
+        """The directory in which workers say what they are doing."""
+        return self.stage(stage) / "heartbeats"
+
     def interrupted(self, stage: JobName) -> Path:
         """Written by rank 0 when the stage stopped because it was asked to."""
         return self.stage(stage) / "interrupted.json"

@@ -23,6 +23,7 @@ from rlhf_app.config.load import load_saved
 from rlhf_app.config.schema import STAGES, JobName, RunConfig
 from rlhf_app.deployment.child_process import LOG_TO_FILES, die_with_parent
 from rlhf_app.deployment.failures import WorkerError, write_error
+from rlhf_app.deployment.worker_lock import hold
 from rlhf_app.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -33,6 +34,7 @@ from rlhf_app.errors import (
 )
 from rlhf_app.origins import OWN_PACKAGES, check_origins
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.training import heartbeat
 from rlhf_app.training.checkpoint.requests import own_handlers
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.out_of_memory import explained
@@ -64,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     if to_files and rank == 0:
         _note_warnings(run.warnings(stage))
+    lock = hold(run)  # until the process ends
+    if to_files:
+        heartbeat.start(run.heartbeats(stage) / f"rank{rank}")
     try:
         check_origins()
         force_safe_loading()
@@ -82,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(described.traceback, file=sys.stderr)
         write_error(run.error(stage, rank), described)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
+    finally:
+        lock.close()
     return EXIT_OK
 
 

@@ -137,6 +137,12 @@ class DeploymentConfig(Section):
     num_processes: int | None = Field(
         None, ge=1, description="Worker processes; unset: 1, or every GPU for single_node."
     )
+    hang_minutes: float | None = Field(
+        20.0,
+        gt=0,
+        description="End a run in which no worker begins another phase of training for so long; "
+        "null: wait for ever.",
+    )
 
 
 class RunConfig(Section):

@@ -23,6 +23,7 @@ from rlhf_app.deployment.failures import (
     last_log_line,
 )
 from rlhf_app.deployment.progress import MetricsTail, Reporter, make_reporter
+from rlhf_app.deployment.watchdog import Watchdog
 from rlhf_app.errors import ConfigError, Interrupted, StageFailed
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.checkpoint.requests import Request, ask
@@ -37,6 +38,8 @@ def run_workers(
     stage: JobName,
     num_processes: int,
     console: Console,
+    *,
+    hang_minutes: float | None = None,
 ) -> bool:
     """Start a stage's processes, show their progress, and see them off.
 
@@ -50,6 +53,7 @@ def run_workers(
         stage: the stage.
         num_processes: workers, to look for the one that failed first.
         console: where progress goes.
+        hang_minutes: silence of all workers, once they train, after which they are ended.
 
     Returns:
         Whether the stage was asked to stop, and was finished all the same.
@@ -66,17 +70,21 @@ def run_workers(
         try:
             with make_reporter(console, stage) as reporter:
                 tail = MetricsTail(run.metrics(stage), since=time.time())
-                asked = _follow(process, tail, reporter, noted, run.request(stage), console)
+                watchdog = Watchdog(run.heartbeats(stage), hang_minutes)
+                control = _Control(run.request(stage), console, noted)
+                complaint = _follow(process, tail, reporter, control, watchdog)
         finally:
             stop(process)
     _show_warnings(run, stage, console)
+    if complaint is not None:
+        raise StageFailed(f"{stage}: {complaint} (log: {run.log(stage, 0)})")
     if run.interrupted(stage).is_file():
         raise Interrupted(**json.loads(run.interrupted(stage).read_text(encoding="utf-8")))
     if process.returncode != 0:
         raise _failure(run, stage, num_processes, process.returncode)
     if not run.result(stage).is_file():
         raise StageFailed(f"{stage}: ended without a result (log: {run.log(stage, 0)})")
-    return asked
+    return control.asked_to_stop
 
 
 def _show_warnings(run: RunDirectory, stage: JobName, console: Console) -> None:
@@ -85,38 +93,67 @@ def _show_warnings(run: RunDirectory, stage: JobName, console: Console) -> None:
             console.print(f"{stage}: warning: {line}", style="yellow", markup=False)
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    tail: MetricsTail,
-    reporter: Reporter,
-    noted: list[signal.Signals],
-    request: Path,
-    console: Console,
-) -> bool:
-    """Until the process ends; returns whether it was asked to."""
-    trained = asked = False
-    while True:
-        while noted:
-            number = noted.pop(0)
+class _Control:
+    """Passes on to the workers what signals to the controller ask for.
+
+    Args:
+        request: file that the workers look for between two steps.
+        console: where to say so.
+        noted: signals that came, in order; taken from here.
+    """
+
+    def __init__(self, request: Path, console: Console, noted: list[signal.Signals]) -> None:
+        self._request = request
+        self._console = console
+        self._noted = noted
+        self.asked_to_stop = False
+
+    def act(self, *, training: bool) -> None:
+        """Take up what has come since the last call.
+
+        Args:
+            training: whether there is anything that a checkpoint would save.
+
+        Raises:
+            KeyboardInterrupt: the workers are to be ended at once.
+        """
+        while self._noted:
+            number = self._noted.pop(0)
             if number == signal.SIGUSR1:
-                ask(request, Request.CHECKPOINT)
-            elif asked or not trained:
+                ask(self._request, Request.CHECKPOINT)
+            elif self.asked_to_stop or not training:
                 raise KeyboardInterrupt(number.name)
             else:
-                ask(request, Request.STOP)
-                asked = True
-                console.print(
+                self.asked_to_stop = True
+                ask(self._request, Request.STOP)
+                self._console.print(
                     f"{number.name}: stopping after this step, with a checkpoint; once more stops "
                     "at once",
                     markup=False,
                     highlight=False,
                 )
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    tail: MetricsTail,
+    reporter: Reporter,
+    control: _Control,
+    watchdog: Watchdog,
+) -> str | None:
+    """Until the process ends; or returns what is wrong with processes that do not end."""
+    training = False
+    while True:
+        control.act(training=training)
         ended = process.poll() is not None
         for record in tail.new_records():
-            trained = trained or record["kind"] == "train"
+            training = training or record["kind"] == "train"
             reporter.show(record)
         if ended:  # asked before the last read, so that nothing written is missed
-            return asked
+            return None
+        complaint = watchdog.complaint()
+        if complaint is not None:
+            return complaint
         time.sleep(_POLL_SECONDS)
 
 

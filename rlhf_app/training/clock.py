@@ -11,6 +11,8 @@ import psutil
 
 #: When the controller started the command, in unix seconds: in the environment of its workers.
 LAUNCHED = "RLHF_LAUNCHED"
+#: How long a collective waits for the other ranks: in the environment of the workers, too.
+TIMEOUT_MINUTES = "RLHF_TIMEOUT_MINUTES"
 STARTUP = ("launch", "data", "model", "engine")
 
 

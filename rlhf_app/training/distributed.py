@@ -18,9 +18,10 @@ import torch
 import torch.distributed as torch_dist
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.training.clock import TIMEOUT_MINUTES
 from rlhf_app.training.deepspeed_module import load_deepspeed
 
-TIMEOUT = timedelta(minutes=30)
+_DEFAULT_TIMEOUT_MINUTES = "30"
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,17 @@ def setup() -> Dist:
     os.environ.setdefault("LOCAL_RANK", "0")
     device = _device(local_rank)
     if not torch_dist.is_initialized():
+        minutes = os.environ.get(TIMEOUT_MINUTES, _DEFAULT_TIMEOUT_MINUTES)
+        timeout = timedelta(minutes=float(minutes))
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if world_size == 1:
             store = torch_dist.HashStore()  # type: ignore[attr-defined]
             torch_dist.init_process_group(
-                backend, store=store, rank=0, world_size=1, timeout=TIMEOUT
+                backend, store=store, rank=0, world_size=1, timeout=timeout
             )
         else:
             torch_dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=TIMEOUT
+                backend, rank=rank, world_size=world_size, timeout=timeout
             )
         load_deepspeed().init_distributed(verbose=False)
     return Dist(rank, local_rank, world_size, device)

@@ -1,19 +1,22 @@
-"""In which phase of a run an error was raised: noted on the exception as it passes."""
+"""The phases of a run: for the controller, which watches them, and for errors, which name them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhf_app.training.heartbeat import beat
+
 _PHASE = "phase_of_the_run"
 
 
 @contextmanager
 def within(phase: str) -> Iterator[None]:
-    """Names the phase on an exception that leaves the body, or a function that it decorates.
+    """The body, or a function that it decorates, is a phase: an exception that leaves it says so.
 
     The outermost name stays: a rollout of an evaluation is evaluation.
     """
+    beat(phase)
     try:
         yield
     except Exception as error:

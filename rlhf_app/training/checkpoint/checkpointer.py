@@ -21,6 +21,7 @@ import torch
 from rlhf_app.config.checkpoint import CheckpointConfig
 from rlhf_app.deployment.child_process import LOG_TO_FILES
 from rlhf_app.errors import ConfigError, Interrupted
+from rlhf_app.training import heartbeat
 from rlhf_app.training.checkpoint.random_state import random_state, set_random_state
 from rlhf_app.training.checkpoint.requests import Request, Requests
 from rlhf_app.training.checkpoint.store import (
@@ -98,6 +99,7 @@ class Checkpointer:
         """
         if os.environ.get(LOG_TO_FILES) != "1":
             self._requests.listen()
+        heartbeat.watch()
         while True:
             steps = self._dist.gather_objects(self._store.steps())[0]
             if not steps:
@@ -144,6 +146,7 @@ class Checkpointer:
         Raises:
             Interrupted: the stage was asked to stop; its checkpoint is written.
         """
+        heartbeat.beat(f"after step {step}")
         asked = self._requests.take()
         flags = [self._is_due(step, last) or asked >= Request.CHECKPOINT, asked == Request.STOP]
         due, stop = self._dist.sum([float(flag) for flag in flags])
@@ -164,6 +167,7 @@ class Checkpointer:
 
     def _write(self, step: int) -> None:
         """Writes a checkpoint now, on every rank; without the room for it only a warning."""
+        heartbeat.beat("checkpoint")
         began = time.monotonic()
         self._written_at = began
         if not self._has_room(step):
