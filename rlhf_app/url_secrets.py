@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 _LOGIN = re.compile(r"([a-z][a-z0-9+.-]*://)[^/\s?#@'\"]*(?:@[^/\s?#@'\"]*)*@", re.IGNORECASE)
-_QUERY = re.compile(r"(https?://[^\s?#'\"]*)[?#][^\s'\"]*", re.IGNORECASE)
+# What was hidden before stays as it is, with what follows it.
+_QUERY = re.compile(r"(https?://[^\s?#'\"]*)[?#](?!\*\*\*)[^\s'\"]*", re.IGNORECASE)
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 _HEADER = re.compile(r"(\b(?:Basic|Bearer) )(?=\S+[0-9A-Z=])[A-Za-z0-9+/._~-]{12,}=*")
 # A shorter text occurs by chance in others.
