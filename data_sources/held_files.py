@@ -52,8 +52,6 @@ class HeldFiles:
                 found = _state(file)
                 if found == state:
                     continue
-                if found[0] != state[0]:
-                    raise Damaged(f"{name} is not {state[0]} bytes long any more")
                 # Somebody may have done no more than touch it, as against the purge of a cluster.
                 if not os.path.samestat(os.fstat(file), os.stat(self._folder / name)):
                     raise Damaged(f"{name} was changed")

@@ -88,6 +88,13 @@ def is_lost_peer(error: WorkerError) -> bool:
     return _LOST_PEER.search(error.last_line) is not None
 
 
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (out of memory?)",
+    # A mapped file has no bytes where it had some.
+    signal.SIGBUS: " (/dev/shm full, or files in data.cache_dir cut while in use?)",
+}
+
+
 def describe_exit(code: int) -> str:
     """Say how a process ended from `Popen.returncode`."""
     if code >= 0:
@@ -96,8 +103,7 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}{_HINTS.get(-code, '')}"
 
 
 def last_log_line(paths: Iterable[Path]) -> tuple[Path, str] | None:

@@ -132,6 +132,17 @@ def test_a_seal_of_any_content_is_damage_and_no_traceback(tmp_path, source, shee
     assert len(warnings(caplog)) == 1
 
 
+def test_a_seal_that_still_parses_is_held_to_its_own_checksum(tmp_path, source, caplog):
+    read(source, tmp_path / "c")
+    path = only_store(tmp_path / "c", "records") / "seal.json"
+    text = path.read_text()
+    assert "40 records of" in text
+    path.write_text(text.replace("40 records of", "41 records of"))
+    assert answers(read(source, tmp_path / "c"))[0] == "r0"
+    assert "seal.json" in warnings(caplog)[0]
+    assert path.read_text() == text
+
+
 def test_another_source_s_store_under_this_name_is_not_used(tmp_path, source, caplog):
     read(source, tmp_path / "c")
     store = only_store(tmp_path / "c", "records")

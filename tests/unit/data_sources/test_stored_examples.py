@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -271,10 +272,7 @@ def test_the_number_of_processes_changes_nothing(stored, monkeypatch, tmp_path, 
     monkeypatch.setattr(stored_examples, "CHUNK_ROWS", 100)
     expected = list(stored(rows, encoding, workers=1))
     alone = contents(tmp_path)
-    for path in (tmp_path / "cache" / "tokens").rglob("*.*"):
-        path.unlink()
-    for path in (tmp_path / "cache" / "tokens").iterdir():
-        path.rmdir() if path.is_dir() else path.unlink()
+    shutil.rmtree(tmp_path / "cache" / "tokens")
     assert list(stored(rows, encoding, workers=2)) == expected
     assert contents(tmp_path) == alone
     assert "goes on alone" not in caplog.text
