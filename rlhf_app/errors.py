@@ -7,6 +7,8 @@ the traceback). Our own invariants are `assert`s, not `ConfigError`s.
 
 from __future__ import annotations
 
+from rlhf_app.report.visible import visible
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -15,7 +17,15 @@ EXIT_REFUSED = 4
 
 
 class ConfigError(ValueError):
-    """Bad input from the user; the message is one line and names the fix."""
+    """Bad input from the user; the message is one line and names the fix.
+
+    Args:
+        message: may quote any text: line breaks become spaces, control characters are written
+            out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(" ".join(message.splitlines())))
 
 
 class StageFailed(RuntimeError):

@@ -85,6 +85,11 @@ def value_loss(
     Returns:
         The loss sum (scalar, with gradient) and detached sums: `value_clipped`.
     """
+    # A masked square would still send NaN: 0 times what the padding holds.
+    values_BT, old_values_BT, returns_BT = (
+        torch.where(mask_BT, numbers_BT, 0.0)
+        for numbers_BT in (values_BT, old_values_BT, returns_BT)
+    )
     # Not old + (change clamped): that rounds, and would count as clipped what is not.
     shifted_BT = values_BT.clamp(old_values_BT - clip_range, old_values_BT + clip_range)
     error_BT = (values_BT - returns_BT) ** 2
