@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_templates import BROKEN_TEMPLATE
 from rlhf_app.models.turn_spans import (
     Span,
     Turn,
@@ -271,14 +272,19 @@ class ChatFormat:
         return [*self.prefix_ids, *ids]
 
     def _apply(self, messages: Sequence[Turn], add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
+        from jinja2.exceptions import SecurityError, TemplateError
 
         turns = [{"role": role, "content": content} for role, content in messages]
         try:
             text: str = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except SecurityError as error:
+            raise ConfigError(
+                f"the chat template {self._template_name} does what templates must not ({error}); "
+                "set data.chat_template to a file with another"
+            ) from error
+        except (TemplateError, *BROKEN_TEMPLATE) as error:
             raise UnsupportedTurns(f"the chat template refuses these turns: {error}") from error
         return text
 
@@ -310,8 +316,14 @@ class ChatFormat:
     def _probe_template(self) -> tuple[str, str, int | None]:
         """Returns the text before and after an answer, and the end-of-turn id if there is one."""
         question = [("user", "x")]
-        full = self._apply([*question, ("assistant", _PROBE)], add_generation_prompt=False)
-        prompt = self._apply(question, add_generation_prompt=True)
+        try:
+            full = self._apply([*question, ("assistant", _PROBE)], add_generation_prompt=False)
+            prompt = self._apply(question, add_generation_prompt=True)
+        except UnsupportedTurns as error:
+            raise ConfigError(
+                f"the chat template {self._template_name} cannot write a question and its answer "
+                f"({error.__cause__!r:.200}); set data.chat_format to human_assistant"
+            ) from error
         before, found, after = full.rpartition(_PROBE)
         if not found:
             raise ConfigError(

@@ -6,6 +6,17 @@ from pathlib import Path
 
 from rlhf_app.errors import ConfigError
 
+#: What a template may raise beside Jinja's own errors.
+BROKEN_TEMPLATE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 def check_template(name: str) -> None:
     """Checks that a file is there and holds a template that Jinja can read.

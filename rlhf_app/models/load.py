@@ -21,6 +21,7 @@ from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_i
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.hub_reach import use_cache_if_unreachable
+from rlhf_app.models.weight_index import check_weight_index
 from rlhf_app.training.error_phase import within
 from rlhf_app.training.safe_load import force_safe_loading, refused_files
 
@@ -277,6 +278,7 @@ def check_model_path(path: str, setting: str) -> None:
         if not (local / "config.json").is_file():
             raise ConfigError(f"{setting} {path}: no config.json in this directory")
         _check_config_file(local / "config.json", f"{setting} {path}")
+        check_weight_index(local, f"{setting} {path}")
         weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
         if not any(True for pattern in weights for _ in local.glob(pattern)):
             raise ConfigError(f"{setting} {path}: no weights (*.safetensors) in this directory")

@@ -15,6 +15,7 @@ import torch
 from data_sources.examples import PromptExample, turns
 from rlhf_app.config.rewards import ClassifierInput
 from rlhf_app.errors import ConfigError
+from rlhf_app.models.chat_templates import BROKEN_TEMPLATE
 from rlhf_app.models.dropout import disable_dropout_in_modules
 from rlhf_app.models.load import load_config, load_pretrained, model_max_length
 from rlhf_app.models.tokenizer import load_tokenizer
@@ -167,7 +168,7 @@ class ClassifierReward:
                 [{"role": role, "content": content} for role, content in conversation],
                 tokenize=False,
             )
-        except TemplateError as error:
+        except (TemplateError, *BROKEN_TEMPLATE) as error:
             raise ConfigError(
                 f"prompt {prompt.uid} cannot be written in the chat template of the classifier "
                 f"{self._path} ({error}): set its input to text"
