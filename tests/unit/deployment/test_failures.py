@@ -54,7 +54,15 @@ def test_ranks_that_torchrun_ended_itself_were_not_killed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("code", "text"),
-    [(1, "exit code 1"), (-9, "killed by SIGKILL (out of memory?)"), (-11, "killed by SIGSEGV")],
+    [
+        (1, "exit code 1"),
+        (-9, "killed by SIGKILL (out of memory?)"),
+        (-11, "killed by SIGSEGV"),
+        (
+            -7,
+            "killed by SIGBUS (/dev/shm full, or files in data.cache_dir cut while in use?)",
+        ),
+    ],
 )
 def test_describe_exit(code: int, text: str) -> None:
     assert describe_exit(code) == text
