@@ -273,7 +273,7 @@ class DataConfig(Section):
         if isinstance(value, list | tuple):
             try:
                 shares = [float(share) for share in value]
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 shares = []
             if len(shares) != 3:
                 raise ValueError("expected three shares such as 2,4,4, or shared")

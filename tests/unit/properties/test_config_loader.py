@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rlhf_app.config.keys import all_fields, setting_keys
@@ -109,6 +109,7 @@ class NoAliases(yaml.SafeDumper):
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from(setting_keys()), VALUES, max_size=4))
+@example({"data.split": [10**400, 1, 1]})
 def test_any_values_of_settings(tmp_path, values):
     """As Python objects, past YAML: what a flag's own parser may hand over."""
     overrides = [ACTOR, *(Override(key, value, "--flag") for key, value in values.items())]
@@ -122,7 +123,9 @@ PUNCTUATION = st.text("{}[]:,&*!|>'\"%@`#?-\n\t\\ ~=.0123456789eE_abnul\0\ud800\
 @given(
     st.one_of(st.text(max_size=16), st.sampled_from([*setting_keys(), *all_fields()])),
     st.one_of(PUNCTUATION, st.text(max_size=12), st.sampled_from(WORDS)),
-)  # fmt: skip
+)
+@example("0", "{0\x85")
+@example("seed\n\x1b[2J", "1")
 def test_any_argument_of_set(tmp_path, key, value):
     def load() -> RunConfig:
         return load_config(overrides=[ACTOR, parse_set(f"{key}={value}")]).config
