@@ -245,10 +245,10 @@ def git_revision() -> str | None:
         return None
     try:
         git = ["git", "-C", str(home)]
-        head = subprocess.run(
+        head = subprocess.run(  # noqa: S603 - a list of arguments, no shell
             [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
         )
-        changes = subprocess.run(
+        changes = subprocess.run(  # noqa: S603 - a list of arguments, no shell
             [*git, "status", "--porcelain", "--untracked-files=no"],
             capture_output=True,
             text=True,

@@ -82,7 +82,9 @@ def run_traces(folder: Path, settings: tuple[str, ...] = (), **environment: str)
     for setting in (*SETTINGS, *settings):
         command += ["--set", setting]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | environment
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    done = subprocess.run(  # noqa: S603 - a list of arguments, no shell
+        command, cwd=folder, env=variables, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return {stage: _read(folder / "out" / stage / "metrics.jsonl", stage) for stage in STAGES}

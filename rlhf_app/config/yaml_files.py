@@ -62,7 +62,7 @@ def parse_value(text: str, origin: str) -> Any:
     """
     try:
         # _StrictLoader only adds checks to SafeLoader: no Python objects can be built.
-        return yaml.load(text, Loader=_StrictLoader)
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader with more checks
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""

@@ -40,7 +40,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.
     log.parent.mkdir(parents=True, exist_ok=True)
     _libc()  # loaded before the fork: the child must not take the loader's lock
     with log.open("ab") as output:
-        return subprocess.Popen(
+        return subprocess.Popen(  # noqa: S603 - a list of arguments, no shell
             list(argv),
             env=dict(env),
             stdin=subprocess.DEVNULL,

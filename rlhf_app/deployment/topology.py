@@ -41,7 +41,7 @@ def count_gpus() -> int:
     if program is None:
         return 0
     try:
-        listing = subprocess.run(
+        listing = subprocess.run(  # noqa: S603 - a list of arguments, no shell
             [program, "-L"], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):

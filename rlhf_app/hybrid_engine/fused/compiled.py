@@ -108,7 +108,7 @@ def directory() -> Path:
 
 
 def _built(compiler: str) -> Path:
-    version = subprocess.run(
+    version = subprocess.run(  # noqa: S603 - a list of arguments, no shell
         [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS,
         check=True,
     ).stdout  # fmt: skip
@@ -129,7 +129,7 @@ def _built(compiler: str) -> Path:
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=kept)
     os.close(handle)
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - a list of arguments, no shell
             [compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", temporary],
             capture_output=True, text=True, timeout=_TIMEOUT_SECONDS,
         )  # fmt: skip
