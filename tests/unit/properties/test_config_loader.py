@@ -17,7 +17,10 @@ from rlhf_app.config.yaml_files import dump_config
 from rlhf_app.errors import ConfigError
 
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 ACTOR = Override("model.actor", "org/m", "--actor-model")
 WORDS = (

@@ -16,7 +16,7 @@ from rlhf_app.training.micro_batches import BatchLimit
 from stages.ppo.batching import score_batches, update_batches
 from stages.ppo.prompts import rank_uids
 
-FUZZ = settings(max_examples=150, deadline=None)
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
 
 
