@@ -44,7 +44,9 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = self.headers["Authorization"] == f"Basic {SECRETS['data header']}"
         known &= self.path == f"/rows.jsonl?key={SECRETS['data query']}"
-        rows = [{"prompt": f"{i:02d} "} for i in range(16)]
+        rows = [
+            {"prompt": f"{i:02d} ", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(16)
+        ]
         self._answer(200 if known else 403, "\n".join(map(json.dumps, rows)))
 
     def do_POST(self) -> None:
@@ -121,6 +123,21 @@ def test_a_run_keeps_every_secret_to_itself(server, tiny_lm, tmp_path, run_cli):
 
 def files(*directories: Path) -> list[Path]:
     return [path for root in directories for path in root.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "stats --json", "stats --html page.html"])
+def test_what_is_shown_of_data(command, server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "400")
+    login, key = SECRETS["data login"], SECRETS["data query"]
+    for known, code in ((key, 0), (f"no{key}", 2)):
+        url = f"http://ann:{login}@{server}/rows.jsonl?key={known}"
+        assert cli.run(["data", *command.split(), "--data", url]) == code
+        printed = capsys.readouterr()
+        assert not found_in(printed.out + printed.err)
+        assert f"http://***@{server}/rows.jsonl?***" in printed.out + printed.err or not code
+    assert not [path for path in files(tmp_path) if found_in(path.read_text(errors="replace"))]
 
 
 URL = "https://ann:dataPa55word@h.invalid/x?key=dataKey4711"

@@ -32,6 +32,7 @@ from rlhf_app.training.checkpoint.store import (
     merged,
 )
 from rlhf_app.training.distributed import Dist
+from rlhf_app.training.safe_load import refused_files
 
 log = logging.getLogger(__name__)
 
@@ -261,10 +262,12 @@ class Checkpointer:
 
     def _load(self, directory: Path) -> None:
         for name, engine in self._engines.items():
-            path, _ = engine.load_checkpoint(str(directory), tag=name, load_module_strict=False)
+            with refused_files(f"checkpoint {directory}"):
+                path, _ = engine.load_checkpoint(str(directory), tag=name, load_module_strict=False)
             assert path is not None, f"DeepSpeed did not load {directory / name}"
         file = directory / _rank_file(self._dist.rank)
-        own = torch.load(file, map_location="cpu", weights_only=True)
+        with refused_files(f"checkpoint {directory}"):
+            own = torch.load(file, map_location="cpu", weights_only=True)
         for name, part in self._state.items():
             part.load_state_dict(own["state"][name])
         self._pinned = own["pinned"]

@@ -7,12 +7,14 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.load import load_causal_lm
+from rlhf_app.training.checkpoint.checkpointer import Checkpointer
 from rlhf_app.training.safe_load import FORCE, force_safe_loading, refused_files
 
 WORKER = Path(__file__).with_name("safe_load_worker.py")
@@ -125,6 +127,25 @@ def test_a_poisoned_pytorch_model_bin_is_refused(model_dir, marker, zipped, monk
         load_causal_lm(str(model_dir), dtype=torch.float32, device=torch.device("cpu"))
     assert f"model.actor {model_dir}: a file of weights asks for posix.system" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("poisoned", ["rank0.pt", "actor/mp_rank_00_model_states.pt"])
+def test_a_stage_refuses_a_poisoned_checkpoint(tmp_path, marker, poisoned):
+    """The engine stands for DeepSpeed's, which loads the unsafe way."""
+
+    class Engine:
+        def load_checkpoint(self, directory, tag, **_):
+            file = Path(directory) / tag / "mp_rank_00_model_states.pt"
+            return str(file), torch.load(file, weights_only=False)
+
+    (tmp_path / "actor").mkdir()
+    for name in ("rank0.pt", "actor/mp_rank_00_model_states.pt"):
+        torch.save({"a": Poison(marker) if name == poisoned else 1}, tmp_path / name)
+    part = SimpleNamespace(_engines={"actor": Engine()}, _dist=SimpleNamespace(rank=0), _state={})
+    force_safe_loading()
+    with pytest.raises(ConfigError, match=f"checkpoint {tmp_path}: .* posix.system"):
+        Checkpointer._load(part, tmp_path)
     assert not marker.exists()
 
 
