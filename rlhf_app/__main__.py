@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from types import TracebackType
+
+from rlhf_app.url_secrets import without_secrets
 
 
 def main() -> None:
@@ -14,7 +18,16 @@ def main() -> None:
     # process shares the cores, spinning made a training step of a tiny model 20 times slower.
     # It must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.excepthook = show_error
     raise SystemExit(run(sys.argv[1:]))
+
+
+def show_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an exception that nobody caught, as Python does but without secrets."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(without_secrets(text), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from data_sources.web import WebFiles
+from rlhf_app.__main__ import show_error
 from rlhf_app.config.hidden import hidden_settings
 from rlhf_app.config.load import load_config, load_saved, parse_set
 from rlhf_app.config.yaml_files import dump_config
@@ -65,6 +69,40 @@ def test_log_lines_and_tracebacks(monkeypatch):
         assert TOKEN not in text
         assert "u:p@" not in text
     assert described.message == "cannot open https://***@h/x with hf_***"
+
+
+def test_an_exception_that_nobody_caught(capsys):
+    try:
+        raise RuntimeError(f"no https://u:p@h/x?key=1 for {TOKEN}")
+    except RuntimeError as error:
+        show_error(RuntimeError, error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert said.endswith("\nRuntimeError: no https://***@h/x?*** for hf_***\n")
+
+
+def test_a_login_stays_with_its_own_host():
+    """The second server is another host: another name of this machine."""
+    seen: list[tuple[str, str | None]] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            port = self.server.server_address[1]
+            moved = self.path == "/first"
+            self.send_response(302 if moved else 200)
+            self.send_header("Location", f"http://localhost:{port}/second")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        WebFiles().open(f"http://u:p@127.0.0.1:{server.server_port}/first", "rb").close()
+        server.shutdown()
+    assert seen == [("/first", "Basic dTpw"), ("/second", None)]
 
 
 def test_a_saved_configuration_and_what_it_leaves_out(tmp_path, monkeypatch):
