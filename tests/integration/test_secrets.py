@@ -82,6 +82,7 @@ def test_a_run_keeps_every_secret_to_itself(server, tiny_lm, tmp_path, run_cli):
     reward = f"http://bob:{SECRETS['reward login']}@{server}/score?key={SECRETS['reward query']}"
     out, cache = tmp_path / "out", tmp_path / "cache"
     settings = {
+        "private": True,
         "data": {"ppo": [data], "chat_format": "plain", "eval_fraction": 0.25},
         "ppo": {
             "rollout_batch_size": 8,
@@ -113,6 +114,8 @@ def test_a_run_keeps_every_secret_to_itself(server, tiny_lm, tmp_path, run_cli):
     assert {"ppo/logs/rank0.log", "ppo/error_rank0.json"} <= names
     assert {str(path): found for path, text in written.items() if (found := found_in(text))} == {}
     assert f"http://***@{server}/score?***" in written[out / "config.yaml"]
+    # `private` was asked for: workers inherit it.
+    assert [path for path in (out, *out.rglob("*")) if path.stat().st_mode & 0o077] == []
 
     # What was left out cannot be used by mistake.
     again = run_cli("train", "--config", str(out / "config.yaml"), "--output-dir", "other", env=env)
