@@ -152,6 +152,16 @@ OutputDir = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="PATH",
+        help="Go on with the run in this directory, with the settings that it was begun with; "
+        "those given besides must not change what is done.",
+        rich_help_panel=_RUN,
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -237,6 +247,27 @@ class Flags:
     values: Mapping[str, Any]
     stages: tuple[str, ...] | None = None
 
+    def settings_file(self) -> Path | None:
+        """The file of `--config`, or that of the run which `--resume` names.
+
+        Raises:
+            ConfigError: both, or a directory that holds no run.
+        """
+        config: Path | None = self.values["config"]
+        resume: str | None = self.values["resume"]
+        if resume is None:
+            return config
+        for flag, value in (("--config", config), ("--output-dir", self.values["output_dir"])):
+            if value is not None:
+                raise ConfigError(f"--resume {resume} and {flag} {value}: give one of them")
+        saved = Path(resume).expanduser() / "config.yaml"
+        if not saved.is_file():
+            raise ConfigError(
+                f"--resume {resume}: holds no run ({saved} is missing); name the --output-dir of "
+                "one that was begun"
+            )
+        return saved
+
     def overrides(self) -> list[Override]:
         """Settings given by flags, `--set` first: a flag of its own is the plainer word.
 
@@ -253,6 +284,8 @@ class Flags:
             flag = "--" + name.replace("_", "-")
             plain = str(value) if isinstance(value, Path) else value
             found.extend(Override(key, plain, flag) for key in keys)
+        if self.values["resume"] is not None:
+            found.append(Override("output_dir", self.values["resume"], "--resume"))
         stages = self.stages or _chosen_stages(self.values.get("step"), self.values.get("stages"))
         if stages is not None:
             found.append(Override("stages", list(stages), "the chosen stages"))

@@ -11,6 +11,8 @@ from rlhf_app.commands import options
 from rlhf_app.errors import EXIT_INTERRUPTED, Interrupted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rlhf_app.config.schema import RunConfig
 
 
@@ -32,6 +34,7 @@ def train(
     stages: options.Stages = None,
     deployment_type: options.Deployment = None,
     output_dir: options.OutputDir = None,
+    resume: options.Resume = None,
     seed: options.Seed = None,
     force: options.Force = False,
     dry_run: options.DryRun = False,
@@ -62,7 +65,7 @@ def execute(flags: options.Flags) -> None:
 
     values = flags.values
     resolved = load_config(
-        preset=values["preset"], config_file=values["config"], overrides=flags.overrides()
+        preset=values["preset"], config_file=flags.settings_file(), overrides=flags.overrides()
     )
     console = Console()
     for ignored in _without_effect(resolved.config):
@@ -70,6 +73,8 @@ def execute(flags: options.Flags) -> None:
     if values["dry_run"]:
         built = built_default(resolved.config) if resolved.embedded else None
         print_plan(resolved, console, force=values["force"], built=built)
+        if not resolved.embedded:
+            _print_data(resolved.config, console)
         return
     try:
         run_pipeline(resolved, force=values["force"], console=console)
@@ -83,6 +88,28 @@ def execute(flags: options.Flags) -> None:
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _print_data(config: RunConfig, console: Console) -> None:
+    """Print the rows of each stage, or that data was not opened: a plan needs no network.
+
+    Raises:
+        ConfigError: a stage would have nothing to train or to evaluate on.
+    """
+    from data_sources.stage_check import check_stage_data, is_all_small
+
+    lines = [
+        "not opened: not all of it is in small files here. The run looks at it before its first "
+        "stage; so does rlhf data inspect"
+    ]
+    if is_all_small(config, config.stages):
+        lines = [
+            f"{stage}: {train} rows to train on, {held} to evaluate on, before any is too long"
+            for stage, (train, held) in check_stage_data(config, config.stages).items()
+        ]
+    console.print("\n# Data", markup=False, highlight=False)
+    for line in lines:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _without_effect(config: RunConfig) -> list[str]:

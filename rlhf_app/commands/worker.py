@@ -74,6 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         force_safe_loading()
         config = load_saved(run.config)
         _check_device(config)
+        if config.deterministic:
+            from rlhf_app.training.seeding import make_deterministic
+
+            make_deterministic()
         with own_handlers(), explained(config, stage, int(os.environ["WORLD_SIZE"])):
             _job_module(stage).main(config, run)
     except Interrupted as interrupted:

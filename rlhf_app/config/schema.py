@@ -151,6 +151,11 @@ class RunConfig(Section):
     seed: int = Field(
         1234, ge=0, le=2**31 - 1, description="Of data order, initialisation and sampling."
     )
+    deterministic: bool = Field(
+        False,
+        description="CUDA: equal runs give equal bits, at some cost in speed; on the CPU they do "
+        "in any case.",
+    )
     output_dir: Annotated[Path, BeforeValidator(clean_path)] = Field(
         Path("output"), description="The run directory."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from rlhf_app.fingerprint import content_hash
 
 STAGES = ("sft", "reward", "ppo")
 # Times, and what follows from them.
@@ -111,13 +110,23 @@ def _outcome(out: Path) -> Iterator[tuple[str, Any]]:
             continue
         for name in ("model", "actor", "critic", "actor_ema"):
             if (out / stage / name).is_dir():
-                yield f"{stage}/{name}", content_hash(str(out / stage / name))
+                yield f"{stage}/{name}", _hash(out / stage / name, out)
         yield f"{stage} metrics", [_timeless(row) for row in records(out, stage)]
         result = json.loads((out / stage / "result.json").read_text(encoding="utf-8"))
         yield f"{stage} result", _timeless(result)
         samples = out / stage / "samples.jsonl"
         if samples.is_file():
             yield f"{stage} samples", samples.read_text(encoding="utf-8")
+
+
+def _hash(artifact: Path, out: Path) -> str:
+    """Of all names and bytes; where the run lies makes no difference (adapters name their base)."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in artifact.rglob("*") if path.is_file()):
+        content = path.read_bytes().replace(str(out).encode(), b"")
+        total.update(str(path.relative_to(artifact)).encode() + b"\0")
+        total.update(hashlib.sha256(content).digest())
+    return total.hexdigest()
 
 
 def _timeless(values: Any) -> Any:

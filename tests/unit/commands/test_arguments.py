@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def flags(**given: Any) -> Flags:
         "stages",
         "deployment_type",
         "output_dir",
+        "config",
+        "resume",
         "seed",
         "set_values",
     ]
@@ -107,3 +110,16 @@ def test_stage_commands_fix_the_stage() -> None:
     values = flags().values
     only = Flags({k: v for k, v in values.items() if k not in ("step", "stages")}, ("ppo",))
     assert settings(only) == {"stages": ["ppo"]}
+
+
+def test_resume_takes_the_settings_of_the_run_that_it_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--resume {tmp_path}: holds no run"):
+        flags(resume=str(tmp_path)).settings_file()
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    given = flags(resume=str(tmp_path))
+    assert given.settings_file() == tmp_path / "config.yaml"
+    assert settings(given) == {"output_dir": str(tmp_path)}
+    for other in ({"output_dir": "a"}, {"config": Path("b.yaml")}):
+        with pytest.raises(ConfigError, match="give one of them"):
+            flags(resume=str(tmp_path), **other).settings_file()
+    assert flags(config=Path("b.yaml")).settings_file() == Path("b.yaml")

@@ -37,6 +37,7 @@ COMMON = {
     "--gold",
     "--deployment-type",
     "--output-dir",
+    "--resume",
     "--seed",
     "--force",
     "--dry-run",

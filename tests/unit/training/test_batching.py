@@ -20,6 +20,12 @@ def test_each_epoch_uses_every_row_exactly_once(rows, batch_size, seed, epochs):
         assert sorted(seen) == list(range(rows))
 
 
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 40), st.booleans())
+def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch(rows, batch_size, done, shuffled):
+    whole = list(batches(rows, batch_size, 5, 40, shuffled=shuffled))
+    assert list(batches(rows, batch_size, 5, 40, shuffled=shuffled, done=done)) == whole[done:]
+
+
 def test_last_partial_batch_is_kept():
     assert [len(b) for b in batches(10, 4, seed=0, total_steps=3)] == [4, 4, 2]
 

@@ -133,7 +133,7 @@ CASES = [(stage, phase) for stage, phases in PHASES.items() for phase in phases]
 @pytest.mark.parametrize(("stage", "phase"), CASES)
 def test_three_settings_that_the_checks_let_through(stage, phase):
     """With the presets and far from them, each proposal alone is a run that would start."""
-    small = [f"{stage}.micro_batch_size=6", f"{stage}.{'rollout_' * (stage == 'ppo')}batch_size=24"]
+    small = [f"{stage}.micro_batch_size=5", f"{stage}.{'rollout_' * (stage == 'ppo')}batch_size=30"]
     for sets, ranks, error in itertools.product(
         ([], small, ["model.dtype=fp32", f"{stage}.micro_batch_tokens=512"]),
         (1, 2),
