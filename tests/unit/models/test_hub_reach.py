@@ -102,3 +102,19 @@ def test_nobody_is_asked_where_the_user_said_offline(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_reach, "_asked", lambda _: pytest.fail("asked"))
     hub_reach.use_cache_if_unreachable()
+
+
+def test_a_name_that_is_never_looked_up_is_left_behind(monkeypatch):
+    """No timeout of the client holds for that."""
+    released = threading.Event()
+
+    class Stuck:
+        def head(self, *_: object, **__: object) -> None:
+            released.wait(20)
+
+    monkeypatch.setattr("huggingface_hub.get_session", Stuck)
+    began = time.monotonic()
+    hub_reach.use_cache_if_unreachable()
+    assert time.monotonic() - began < 10
+    assert constants.HF_HUB_OFFLINE
+    released.set()
