@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from logging import Logger
 
 SAMPLES_PER_REASON = 3
+# Left out on purpose, whatever their number: no faults of the data.
+OTHER_SPLIT = "row is of the other split"
+FOR_TRAINING = "prompt is in the nine tenths to train on"
+LEFT_OUT = "left out by the normaliser"
+SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING, LEFT_OUT})
 OVER_CAP = "beyond the source's max_rows"
 
 
@@ -30,6 +35,8 @@ class SourceCounts:
         records: records made. At least `usable` (a reply tree gives several).
         notes: remark -> rows that were used, but not all of what they hold; records beyond a cap.
         samples: reason -> where the first such rows are, and what is wrong with them.
+        unused: columns that play no part in the shape.
+        remarks: what looks wrong with the source as a whole.
     """
 
     path: str
@@ -39,6 +46,29 @@ class SourceCounts:
     records: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[str]] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def bad(self) -> Counter[str]:
+        """Reason -> unusable rows that are faults of the data."""
+        return Counter({k: n for k, n in self.unusable.items() if k not in SET_ASIDE})
+
+    @property
+    def set_aside(self) -> Counter[str]:
+        """Reason -> rows that were left out on purpose."""
+        return Counter({k: n for k, n in self.unusable.items() if k in SET_ASIDE})
+
+    def has_too_many_bad(self, limit: float) -> bool:
+        """Returns whether a run refuses the source: all rows are bad, or more than this share."""
+        bad = self.bad.total()
+        return bad > 0 and (bad >= self.read or bad > limit * self.read)
+
+    @property
+    def looks(self) -> list[str]:
+        """What a person should know of the source as a whole."""
+        used = [f"columns not used: {', '.join(self.unused)}"] if self.unused else []
+        return [*self.remarks, *used]
 
     @property
     def usable(self) -> int:

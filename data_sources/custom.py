@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from data_sources import normalise
+from data_sources.counts import LEFT_OUT
 from data_sources.fields import RowError, listed
 from data_sources.named import find
 from data_sources.normalise import Columns, Normalised
@@ -15,7 +18,7 @@ from rlhf_app.config.functions import names_function
 from rlhf_app.errors import ConfigError
 from rlhf_app.functions import load_function, same_directory
 
-LEFT_OUT = "left out by the normaliser"
+FAILED = "the normaliser failed"
 _KEYS = ("prompt", "messages", "system", "input", "response", "chosen", "rejected", "margin")
 
 
@@ -52,9 +55,8 @@ def _calling(
             with same_directory():
                 made = function(dict(row))
         except (Exception, SystemExit) as error:
-            raise RowError(
-                "the normaliser failed", f"{type(error).__name__}: {error}"[:80]
-            ) from error
+            what = f"{type(error).__name__}: {error}"[:80]
+            raise RowError(FAILED, f"{what}{_line_of(error)}") from error
         items = [] if made is None else made if isinstance(made, list | tuple) else [made]
         results = [_record(item, verbatim) for item in items]
         if not results:
@@ -63,6 +65,14 @@ def _calling(
         return Normalised(records, sum((one.notes for one in results), ()))
 
     return normalised
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns where the user's code raised it, as in " (my_rows.py, line 3)"."""
+    frames = extract_tb(error.__traceback__)[1:]  # the first is ours
+    if not frames:
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def _record(item: object, verbatim: bool) -> Normalised:

@@ -7,11 +7,22 @@ import io
 from collections.abc import Iterator
 from typing import IO
 
-from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
+from data_sources.raw_rows import (
+    FROM_UTF16,
+    NOT_UTF8,
+    BadRow,
+    DataFile,
+    RawRow,
+    Rows,
+    refuse_twice,
+)
 from rlhf_app.errors import ConfigError
 
 # A field may hold a whole book; the default limit is 128 KiB.
 _FIELD_LIMIT = 2**31 - 1
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+# Its byte-order marks, as bytes that are no UTF-8 are read.
+_UTF16 = ("\udcff\udcfe", "\udcfe\udcff")
 
 
 def comma_separated(path: DataFile, stream: IO[bytes]) -> Rows:
@@ -72,15 +83,29 @@ def _delimited(path: DataFile, stream: IO[bytes], delimiter: str) -> Rows:
         if not fields:
             continue
         if header is None:
-            header = _checked_header(path, fields)
+            header = _checked_header(path, fields, delimiter)
             continue
         number += 1
         yield _row(f"{path.name} row {number}", header, fields)
 
 
-def _checked_header(path: DataFile, fields: list[str]) -> list[str]:
+def _checked_header(path: DataFile, fields: list[str], delimiter: str) -> list[str]:
+    if fields[0].startswith(_UTF16) or any("\0" in field for field in fields):
+        raise ConfigError(f"{path} is UTF-16; {FROM_UTF16}")
     if not all(map(_is_text, fields)):
-        raise ConfigError(f"{path} is not UTF-8 in its header; convert it, e.g. with iconv")
+        raise ConfigError(
+            f"{path} is not UTF-8 in its header; convert it: iconv -f WINDOWS-1252 -t UTF-8 "
+            "(or what else it is in)"
+        )
+    other = next((mark for mark in _SEPARATORS if mark != delimiter and mark in fields[0]), None)
+    if len(fields) == 1 and other is not None:
+        raise ConfigError(
+            f"{path}: its columns are separated by {_SEPARATORS[other]}, and .csv is read with "
+            f"commas, .tsv with tabs; save it with {_SEPARATORS[delimiter]}"
+            + (", or name it .tsv" if other == "\t" else "")
+            + (", or name it .csv" if other == "," else "")
+        )
+    refuse_twice(path, fields)
     return fields
 
 

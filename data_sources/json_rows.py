@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import IO, Any
 
-from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
+from data_sources.raw_rows import FROM_UTF16, NOT_UTF8, BadRow, DataFile, RawRow, Rows
 from rlhf_app.errors import ConfigError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BOM = b"\xef\xbb\xbf"
 _TOO_DEEP = "JSON is nested too deeply"
 _LOOKED_AT = 100
+_SPLITS = {"train", "training", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 def json_lines(path: DataFile, stream: IO[bytes]) -> Rows:
@@ -61,7 +62,7 @@ def json_document(path: DataFile, stream: IO[bytes]) -> Rows:
 
 def _refuse_utf16(path: DataFile, start: bytes) -> None:
     if start.startswith(_UTF16):
-        raise ConfigError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
+        raise ConfigError(f"{path} is UTF-16; {FROM_UTF16}")
 
 
 def _parsed(where: str, line: bytes) -> RawRow | BadRow:
@@ -108,11 +109,18 @@ def _rows_of(path: DataFile, value: Any) -> Iterable[Any]:
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}; a list of rows is needed")
+        raise ConfigError(
+            f"{path} holds one value of type {type(value).__name__}; a list of rows is needed"
+        )
     lists = {key: item for key, item in value.items() if isinstance(item, list)}
     of_rows = [item for item in lists.values() if item and all(isinstance(r, dict) for r in item)]
     if len(value) == 1 and of_rows:
         return of_rows[0]
+    if of_rows and set(value) <= _SPLITS:
+        raise ConfigError(
+            f"{path} holds one list of rows for each of {', '.join(value)}; write each into a file "
+            "of its own in one directory, such as train.json and test.json, and name the directory"
+        )
     if len(lists) == len(value) > 0 and not of_rows:
         if len({len(item) for item in lists.values()}) != 1:
             raise ConfigError(f"{path}: its columns have different lengths; write a list of rows")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -13,8 +12,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from data_sources.columns import mapped
-from data_sources.counts import SourceCounts
-from data_sources.custom import LEFT_OUT, custom_shape
+from data_sources.counts import LEFT_OUT, SourceCounts
+from data_sources.custom import FAILED, custom_shape
 from data_sources.hub import Hub, HuggingFaceHub
 from data_sources.named import find
 from data_sources.processes import default_workers, in_order
@@ -23,19 +22,18 @@ from data_sources.raw_rows import BadRow, RawRow, Rows
 from data_sources.record_stream import BLOCK_ROWS, Opened
 from data_sources.record_table import ListedRecords, RecordTable
 from data_sources.records import Record
-from data_sources.row_maker import FOR_TRAINING, OTHER_SPLIT, RowMaker, sample
+from data_sources.row_maker import RowMaker, sample
 from data_sources.shapes import Shape, recognise
-from data_sources.source_identity import is_large, source_identity
+from data_sources.source_identity import is_large, is_small_file, source_identity
 from data_sources.sources import is_hub_id, read_source
 from data_sources.stored_records import StoredRecords, packed, write_records
+from data_sources.suggested_columns import HEADLESS, is_headless
 from rlhf_app.config.schema import SourceConfig
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
 log = logging.getLogger(__name__)
 
-# Left out on purpose, whatever their number.
-SET_ASIDE = frozenset({OTHER_SPLIT, FOR_TRAINING, LEFT_OUT})
 _REASONS_SHOWN = 3
 # Looked at for the shape of a source and for columns of other names.
 _FIRST_ROWS = 10_000
@@ -47,12 +45,13 @@ def load_source(
     source: SourceConfig,
     *,
     verbatim: bool,
-    max_bad_fraction: float,
+    max_bad_fraction: float | None,
     evaluation: bool = False,
     hub: Hub | None = None,
     cache: Path | None = None,
     workers: int | None = None,
     first: int | None = None,
+    small_whole: bool = False,
 ) -> tuple[RecordTable, SourceCounts]:
     """Returns (records in file order, counts).
 
@@ -61,13 +60,14 @@ def load_source(
     Args:
         source: path, split, column names and normaliser.
         verbatim: keep texts exactly as they are (the plain chat format).
-        max_bad_fraction: largest share of unusable rows.
+        max_bad_fraction: largest share of bad rows; None lets any number pass, to look at them.
         evaluation: take the source's test split by default; of known datasets without one, a
             tenth of the prompts.
         hub: where datasets are loaded from; None is the Hugging Face Hub.
         cache: directory for the records of large sources; None keeps all in memory.
         workers: processes that make them; None is the cores that are left for each rank.
         first: read no more rows than this.
+        small_whole: of small sources read all, whatever `first` says.
 
     Raises:
         ConfigError: nothing readable, no known shape, no rows, too many unusable ones, or the
@@ -75,7 +75,7 @@ def load_source(
     """
     counts = SourceCounts(without_secrets(source.path))
     rows = read_source(source.path, source.split, evaluation=evaluation, hub=hub)
-    if first is not None:
+    if first is not None and not (small_whole and is_small_file(rows)):
         rows = islice(rows, first)
     name = None
     if cache is not None and is_large(rows):
@@ -150,8 +150,11 @@ def _recognised(
         )
     known = find(source.path) if is_hub_id(source.path) else None
     shape = custom_shape(source.normaliser) if source.normaliser else known and known.as_shape()
-    shape = shape or recognise(counts.path, good, source.columns)
-    counts.shape = shape.name
+    shape = shape or _by_columns(source, counts, first)
+    counts.shape, counts.unused = shape.name, list(shape.unused)
+    if is_headless(next(row for row in first if isinstance(row, RawRow))):
+        counts.remarks.append(HEADLESS)
+        log.warning("%s: %s; without one its first row is lost", counts.path, HEADLESS)
     maker = RowMaker(shape, Path(counts.path).name, verbatim)
     if known is not None and source.split is None:
         maker = replace(
@@ -160,6 +163,16 @@ def _recognised(
             held_out_only=evaluation and known.evaluates_on_a_share,
         )
     return maker, _joined(shape, chain(_drained(first), rest))
+
+
+def _by_columns(source: SourceConfig, counts: SourceCounts, first: list[RawRow | BadRow]) -> Shape:
+    rows = [row for row in first if isinstance(row, RawRow)]
+    try:
+        return recognise(counts.path, [row.values for row in rows], source.columns)
+    except ConfigError as error:
+        if not is_headless(rows[0]):
+            raise
+        raise ConfigError(f"{error}; {HEADLESS}: then write one above it") from None
 
 
 def _joined(shape: Shape, rows: Iterator[RawRow | BadRow]) -> Iterator[tuple[RawRow | BadRow, int]]:
@@ -174,19 +187,41 @@ def _drained(rows: list[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
         yield rows.pop()
 
 
-def _check_share(counts: SourceCounts, limit: float) -> None:
-    faults = Counter({k: n for k, n in counts.unusable.items() if k not in SET_ASIDE})
-    bad = faults.total()
-    if bad == 0 or (bad < counts.read and bad <= limit * counts.read):
-        return
-    reasons = faults.most_common()
+def _check_share(counts: SourceCounts, limit: float | None) -> None:
+    why = "" if limit is None else refusal(counts, limit)
+    if why:
+        raise ConfigError(why)
+
+
+def refusal(counts: SourceCounts, limit: float) -> str:
+    """Returns why a run refuses a source that can be read, or an empty text.
+
+    That is: it has too many bad rows, or its normaliser left all out.
+
+    Args:
+        counts: of the source.
+        limit: largest share of bad rows.
+    """
+    if counts.read == counts.unusable[LEFT_OUT] > 0:
+        return (
+            f"data source {counts.path}: its normaliser left out all of {counts.read} rows; it "
+            "returns None for them"
+        )
+    return _too_many_bad(counts, limit) if counts.has_too_many_bad(limit) else ""
+
+
+def _too_many_bad(counts: SourceCounts, limit: float) -> str:
+    reasons = counts.bad.most_common()
+    bad = counts.bad.total()
     mostly = "; ".join(
         f"{reason} ({number}: {', '.join(counts.samples[reason])})"
         for reason, number in reasons[:_REASONS_SHOWN]
     )
     more = f"; {len(reasons) - _REASONS_SHOWN} more reasons" if reasons[_REASONS_SHOWN:] else ""
-    raise ConfigError(
+    where = "normaliser" if reasons[0][0].startswith(FAILED) else "rows"
+    # No share helps where all are bad.
+    share = f", or raise data.max_bad_fraction ({limit:g})" if bad < counts.read else ""
+    return (
         f"data source {counts.path} (read as {counts.shape}): {bad} of {counts.read} rows are "
-        f"unusable, mostly {mostly}{more}; fix the rows (rlhf data stats shows them), or raise "
-        f"data.max_bad_fraction ({limit:g})"
+        f"unusable, mostly {mostly}{more}; fix the {where} (rlhf data stats shows them){share}"
     )

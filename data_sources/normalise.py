@@ -32,6 +32,8 @@ UNDESIRABLE = "answer labelled undesirable: prompt only"
 UNANSWERED = "conversation ends without an answer: prompt only"
 TOOLS_UNSEEN = "tools column is not shown to the model"
 
+# Ids are kept as int32.
+_HIGHEST_ID = 2**31 - 1
 # Differences of log-odds are a few units; a larger number is another scale or a broken row.
 MOST_MARGIN = 1e6
 # Characters of a prompt from which on answers that begin with it are taken to repeat it.
@@ -304,7 +306,7 @@ def sampled(row: Row, columns: Columns, verbatim: bool) -> Normalised:
     ids = None
     if row.get("tokenizer") and row.get("prompt_ids"):
         ids = TokenIds(
-            str(row["tokenizer"]),
+            encodable(str(row["tokenizer"]), "tokenizer"),
             prompt=_ids(row, "prompt_ids"),
             response=_ids(row, "response_ids"),
             chosen=_ids(row, "chosen_ids"),
@@ -322,4 +324,6 @@ def _ids(row: Row, column: str) -> tuple[int, ...]:
         raise RowError(f"{column} are not a list", type(values).__name__)
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise RowError(f"{column} are not integers")
+    if values and not 0 <= min(values) <= max(values) <= _HIGHEST_ID:
+        raise RowError(f"{column} are no token ids", f"{min(values)} to {max(values)}")
     return tuple(values)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_sources.fields import Row, RowError, answer_of, number_of, text_of
+from data_sources.fields import Row, RowError, answer_of, listed, number_of, text_of
 from data_sources.normalise import Columns, Normalised, prompt_of
 from data_sources.raw_rows import BadRow, RawRow
 from data_sources.records import Message, Record
@@ -61,16 +61,30 @@ def scored_pair(row: Row, columns: Columns, verbatim: bool) -> Normalised:
 
 
 def passages(row: Row, columns: Columns, verbatim: bool) -> Normalised:
-    """MIRACL's {query, positive_passages, negative_passages}: the first of each."""
+    """{query, positive_passages, negative_passages}, as MIRACL's: the first of each.
+
+    A passage is a text, or an object with one; it may stand alone or in a list.
+    """
     prompt = prompt_of(row, columns, verbatim)
-    answers = []
-    for column in ("positive_passages", "negative_passages"):
-        found = row.get(column)
-        if not isinstance(found, list) or not found or not isinstance(found[0], dict):
-            raise RowError(f"{column} is empty")
-        answers.append(answer_of(found[0], "text"))
+    answers = [
+        first_passage(row, columns.get(part, part))
+        for part in ("positive_passages", "negative_passages")
+    ]
     chosen, rejected = (prompt.answer(text, verbatim) for text in answers)
     return Normalised((Record(prompt.messages, chosen=chosen, rejected=rejected),))
+
+
+def first_passage(row: Row, column: str) -> str:
+    """Returns the first of a row's passages."""
+    value = row.get(column)
+    if value is None or value == []:
+        raise RowError(f"{column} is empty")
+    first = value[0] if isinstance(value, list) else value
+    if isinstance(first, dict):
+        if "text" not in first:
+            raise RowError(f"{column} has a passage without text", listed(map(str, first)))
+        first = first["text"]
+    return answer_of({column: first}, column)
 
 
 def ranking(row: Row, columns: Columns, verbatim: bool) -> Normalised:

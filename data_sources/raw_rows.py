@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlhf_app.errors import ConfigError
+
 NOT_UTF8 = "not valid UTF-8"
+FROM_UTF16 = "convert it: iconv -f UTF-16 -t UTF-8"
 
 
 class DataFile(Protocol):
@@ -15,6 +19,19 @@ class DataFile(Protocol):
     @property
     def name(self) -> str:
         """The file's own name, without the directories."""
+
+
+def refuse_twice(file: DataFile, names: Sequence[str]) -> None:
+    """Refuses columns of one name, of which a row could keep only the last.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    twice = next((name for name, times in Counter(names).items() if name and times > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{file}: column {twice!r} is there {names.count(twice)} times; rename all but one"
+        )
 
 
 @dataclass(frozen=True, slots=True)

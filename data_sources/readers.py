@@ -8,6 +8,7 @@ Directories of such files, `save_to_disk` directories and Hub ids are handled by
 
 from __future__ import annotations
 
+import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,10 +19,12 @@ from typing import IO, Any
 from data_sources.compressed import is_compressed, opened, plain_name
 from data_sources.delimited_rows import comma_separated, tab_separated
 from data_sources.json_rows import json_document, json_lines
-from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows
+from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows, refuse_twice
 from data_sources.remote import RemoteFile
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
+
+_AGAIN = "copy or download it again"
 
 
 def suffix_of(path: DataFile) -> str:
@@ -52,10 +55,14 @@ def read_file(path: Path | RemoteFile) -> Rows:
         with opened(path) as stream:
             for number, row in enumerate(reader(path, stream), 1):  # noqa: B007
                 yield row
+    except gzip.BadGzipFile as error:
+        raise ConfigError(
+            f"{path} cannot be read: it is no gzip file; leave .gz out of its name, or compress it"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        beyond = f" beyond row {number}: copy or download it again" if number else ""
-        reason = without_secrets(reason)
+        reason = without_secrets(" ".join(str(getattr(error, "strerror", None) or error).split()))
+        broken = number or not isinstance(error, FileNotFoundError | PermissionError)
+        beyond = f" beyond row {number}: {_AGAIN}" if broken else ""
         raise ConfigError(f"{path} cannot be read{beyond}: {reason}") from error
 
 
@@ -67,7 +74,7 @@ def _parquet(path: DataFile, stream: IO[bytes]) -> Rows:
         batches = pq.ParquetFile(_seekable(path, stream)).iter_batches()
         yield from _arrow_rows(path, batches)
     except pa.ArrowException as error:
-        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
+        raise ConfigError(_no_arrow(path, "a Parquet", error)) from error
 
 
 def _arrow(path: DataFile, stream: IO[bytes]) -> Rows:
@@ -85,7 +92,12 @@ def _arrow(path: DataFile, stream: IO[bytes]) -> Rows:
         else:
             yield from _arrow_rows(path, pa.ipc.open_stream(source))
     except pa.ArrowException as error:
-        raise ConfigError(f"{path} is not an Arrow file: {error}") from error
+        raise ConfigError(_no_arrow(path, "an Arrow", error)) from error
+
+
+def _no_arrow(path: DataFile, what: str, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{path} is not {what} file, or it is cut: {_AGAIN} ({reason})"
 
 
 def _seekable(path: DataFile, stream: IO[bytes]) -> IO[bytes]:
@@ -97,6 +109,7 @@ def _seekable(path: DataFile, stream: IO[bytes]) -> IO[bytes]:
 def _arrow_rows(path: DataFile, batches: Iterable[Any]) -> Rows:
     number = 0
     for batch in batches:
+        refuse_twice(path, batch.schema.names)
         for values in _values(batch):
             number += 1
             where = f"{path.name} row {number}"

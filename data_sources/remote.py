@@ -17,6 +17,12 @@ from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
 _WEB = ("http://", "https://")
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,11 @@ def remote_files(url: str) -> RemoteFiles:
         else:
             return RemoteFiles({PurePosixPath(path): RemoteFile(fs, path, shown)}, is_file=True)
     except ImportError as error:
-        raise ConfigError(f"data source {shown}: {_first_line(error)}") from error
+        package = _PACKAGES.get(url.partition("://")[0].rpartition("::")[2].lower())
+        fix = f"pip install {package}" if package else _first_line(error)
+        raise ConfigError(
+            f"data source {shown}: addresses of this kind need another package: {fix}"
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"data source {shown} cannot be reached ({_first_line(error)})"

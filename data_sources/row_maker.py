@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from data_sources.counts import SourceCounts
+from data_sources.counts import FOR_TRAINING, OTHER_SPLIT, SourceCounts
 from data_sources.fields import Row, RowError
 from data_sources.identity import content_uid, prompt_key
 from data_sources.normalise import Normalised
@@ -15,8 +15,6 @@ from data_sources.shapes import Shape
 from data_sources.split import held_out
 
 UNEXPECTED = "values are not of the expected kind"
-OTHER_SPLIT = "row is of the other split"
-FOR_TRAINING = "prompt is in the nine tenths to train on"
 # Held out of datasets that have one split, as DeepSpeed-Chat does (9:1).
 _EVALUATION_SHARE = 0.1
 _UNEXPECTED = (

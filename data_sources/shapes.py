@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_sources import normalise, ranked
 from data_sources.fields import Row, is_turn, listed
 from data_sources.normalise import Columns, Normalised
 from data_sources.raw_rows import BadRow, RawRow
+from data_sources.suggested_columns import PLACEHOLDER, as_yaml, suggested_columns
 from data_sources.transcripts import ASSISTANT_MARK
+from rlhf_app.config.column_names import ALIASES
 from rlhf_app.errors import ConfigError
 
 Normaliser = Callable[[Row, Columns, bool], Normalised]
 # Rows -> (row, number of rows that it was made of)
 Join = Callable[[Iterable[RawRow | BadRow]], Iterator[tuple[RawRow | BadRow, int]]]
 _LOOKED_AT = 100
-
-# Part -> column names (compared without case) that play it.
-_ALIASES: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "query", "history"),
-    "response": ("response", "completion", "answer", "output", "human_answers"),
-    "chosen": ("chosen", "chosen_response", "selected", "preferred", "accepted"),
-    "rejected": ("rejected", "rejected_response", "dispreferred"),
-    "messages": ("messages", "conversations", "conversation"),
-    "responses": ("responses", "answers", "completions"),
-    "scores": ("scores",),
-    "ranks": ("ranks", "rank"),
-    "system": ("system", "system_prompt"),
-    "input": ("input",),
-    "history": ("history",),
-    "label": ("label",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +30,14 @@ class Shape:
         normalise: raw row to records.
         columns: part -> the source's column that plays it.
         join: joins rows that belong together before they are normalised, or None.
+        unused: columns of the source that play no part, where that is known.
     """
 
     name: str
     normalise: Normaliser
     columns: Columns
     join: Join | None = None
+    unused: tuple[str, ...] = ()
 
 
 KNOWN = (
@@ -61,9 +49,22 @@ KNOWN = (
     "prompt + response",
     "prompt + responses + scores",
     "question + two answers with scores",
+    "query + positive and negative passages",
     "reply trees",
     "prompt alone",
     "text alone",
+)
+
+
+# Read nothing of a row but what plays a part.
+_BY_PARTS: tuple[Normaliser, ...] = (
+    normalise.conversation,
+    normalise.preference,
+    normalise.prompt_only,
+    normalise.prompt_response,
+    normalise.transcripts,
+    ranked.passages,
+    ranked.ranking,
 )
 
 
@@ -79,6 +80,14 @@ def recognise(name: str, rows: Sequence[Row], mapped: Collection[str] = ()) -> S
         ConfigError: no shape fits, or several columns could play the same part.
     """
     seen = _Seen(name, rows[:_LOOKED_AT], mapped)
+    shape = _recognised(seen)
+    if shape.normalise not in _BY_PARTS:
+        return shape
+    used = {*shape.columns.values(), "margin", "tools"}
+    return replace(shape, unused=tuple(column for column in seen.names if column not in used))
+
+
+def _recognised(seen: _Seen) -> Shape:
     special = _special(seen)
     if special is not None:
         return special
@@ -140,8 +149,9 @@ def _special(seen: _Seen) -> Shape | None:
     )
     if any(pair <= set(names) for pair in pairs) and seen.has("prompt"):
         return Shape("two scored answers", ranked.scored_pair, seen.columns("prompt"))
-    if {"positive_passages", "negative_passages"} <= set(names) and seen.has("prompt"):
-        return Shape("question + passages", ranked.passages, seen.columns("prompt"))
+    passages = ("positive_passages", "negative_passages")
+    if seen.has("prompt") and all(seen.has(p) and seen.values(p, _is_passage) for p in passages):
+        return Shape("question + passages", ranked.passages, seen.columns("prompt", *passages))
     return None
 
 
@@ -167,6 +177,10 @@ def _pairs(seen: _Seen) -> Shape:
     raise seen.unknown("chosen and rejected are neither transcripts nor message lists")
 
 
+def _is_passage(value: object) -> bool:
+    return isinstance(value, str | list | dict)
+
+
 def _is_answer(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() not in ("", "true", "false")
 
@@ -189,7 +203,7 @@ class _Seen:
             lower.setdefault(name.lower(), []).append(name)
         self.parts = {
             part: [name for alias in aliases for name in lower.get(alias, [])]
-            for part, aliases in _ALIASES.items()
+            for part, aliases in ALIASES.items()
         }
         self.parts |= {part: [part] for part in mapped if part in self.names}
         # Alpaca's history accompanies an instruction; alone (SHP) it is the prompt.
@@ -217,7 +231,7 @@ class _Seen:
             raise ConfigError(
                 f"{self.source}: columns {' and '.join(names)} could each be the {part} "
                 f"(columns found: {listed(self.names)}); keep one, or say which in the config: "
-                f"{self._yaml({part: names[0]})}"
+                f"{as_yaml(self.source, {part: names[0]})}"
             )
         return names[0]
 
@@ -239,12 +253,13 @@ class _Seen:
         found = listed(self.names)
         because = f" ({why})" if why else ""
         candidates = self._texts()
-        parts = ("prompt", "response") if len(candidates) < 3 else ("prompt", "chosen", "rejected")
-        example = dict(zip(parts, candidates or ["my_question"], strict=False))
+        suggested = suggested_columns(candidates)
+        blank = f" (your columns for {PLACEHOLDER})" if PLACEHOLDER in suggested.values() else ""
         return ConfigError(
             f"{self.source}: columns {found} fit no known shape{because}; known: "
             f"{'; '.join(KNOWN)}. Texts are in {listed(candidates)}: say what they are in the "
-            f"config, for example {self._yaml(example)}, or name a normaliser (docs/data.md)"
+            f"config, for example {as_yaml(self.source, suggested)}{blank}, or name a normaliser "
+            "(docs/data.md)"
         )
 
     def _texts(self) -> list[str]:
@@ -258,12 +273,3 @@ class _Seen:
                     if isinstance(item, str) or turns or is_turn(item):
                         found[f"{name}.{below}" if below else name] = None
         return list(found)
-
-    def _yaml(self, columns: dict[str, str]) -> str:
-        import yaml
-
-        sources = {"sources": [{"path": self.source, "columns": columns}]}
-        text = yaml.safe_dump(
-            sources, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
-        )
-        return f"data: {text.strip()}"

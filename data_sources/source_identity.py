@@ -50,6 +50,16 @@ def is_large(rows: Rows) -> bool:
     return sum(sizes) >= LARGE_BYTES
 
 
+def is_small_file(rows: Rows) -> bool:
+    """Returns whether a source is a file or several here that a second is enough for.
+
+    Args:
+        rows: of `read_source`, none of them taken.
+    """
+    here = isinstance(rows, FileRows) and all(isinstance(file, Path) for file in rows.files)
+    return here and not is_large(rows)
+
+
 def source_identity(
     source: SourceConfig, rows: Rows, *, verbatim: bool, evaluation: bool, known: Path
 ) -> str | None:

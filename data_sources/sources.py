@@ -12,7 +12,7 @@ from data_sources.hub import EVALUATION_SPLITS, TRAIN_SPLITS, Hub, dataset_rows,
 from data_sources.raw_rows import BadRow, RawRow, Rows
 from data_sources.readers import is_data_file, read_file
 from data_sources.remote import RemoteFile, remote_files
-from rlhf_app.data_paths import fixed_part, has_wildcards, is_url, matching_files
+from rlhf_app.data_paths import fixed_part, has_wildcards, is_url, matching_files, no_weight
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
@@ -52,7 +52,9 @@ def read_source(
         matching = {file.relative_to(base): file for file in matching_files(path)}
         return FileRows(_of_split(f"pattern {path}", matching, split, wanted, all_of_one=True))
     if not is_hub_id(path):
-        raise ConfigError(f"data source {path} does not exist; check the path and the cwd")
+        raise ConfigError(
+            f"data source {path} does not exist{no_weight(path)}; check the path and the cwd"
+        )
     return hub_rows(path, split, evaluation=evaluation, hub=hub)
 
 
@@ -104,7 +106,8 @@ def _of_split(
     }
     if not files:
         raise ConfigError(
-            f"data {shown} holds no .json, .jsonl, .csv, .tsv, .parquet or .arrow file"
+            f"data {shown} holds no .json, .jsonl, .ndjson, .csv, .tsv, .parquet or .arrow file, "
+            "plain, .gz or .zst"
         )
     named = {path: _split_in_name(path) for path in files}
     found = sorted({name for name in named.values() if name})
@@ -155,5 +158,8 @@ def _saved(path: str, wanted: Sequence[str]) -> Rows:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         shown = without_secrets(path)
-        raise ConfigError(f"saved dataset {shown} cannot be read: {first}") from error
+        raise ConfigError(
+            f"saved dataset {shown} cannot be read: copy it again, or save it again with "
+            f"save_to_disk ({first})"
+        ) from error
     return dataset_rows(path, loaded, wanted)

@@ -9,29 +9,24 @@ prompt in it is trained on. Every rank computes the same result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_sources.blend import MOST_REPEATS, copies, in_order, most_rows, take_rates
 from data_sources.counts import OVER_CAP, DataCounts, SourceCounts, StageCounts
-from data_sources.hub import HuggingFaceHub
-from data_sources.load import load_source, streamed_source
-from data_sources.published import cache_root
+from data_sources.load import streamed_source
 from data_sources.record_stream import RecordStream, StreamedSource
 from data_sources.record_table import RecordTable
 from data_sources.selection import Selected
+from data_sources.source_readers import Reader, own_sources, reader_of, reader_of_first_rows
 from data_sources.split import are_held_out, at_home, restricted_shares, stage_shares, stages_of
 from rlhf_app.config.schema import STAGES, RunConfig, SourceConfig, StageName
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
-
-# (source, evaluation) -> its records and counts
-Reader = Callable[[SourceConfig, bool], tuple[RecordTable, SourceCounts]]
 
 UNSUITABLE: dict[StageName, str] = {
     "sft": "no answer to imitate (SFT)",
@@ -59,26 +54,6 @@ class StageData:
     train: Selected | RecordStream
     evaluation: Selected
     counts: DataCounts
-
-
-def reader_of(config: RunConfig) -> Reader:
-    """Returns what reads one source under the run's settings."""
-
-    data = config.data
-    return _loads(config, cache=cache_root(data.cache_dir), workers=data.workers)
-
-
-def _loads(config: RunConfig, **how: Any) -> Reader:
-    def read(source: SourceConfig, evaluation: bool) -> tuple[RecordTable, SourceCounts]:
-        return load_source(
-            source,
-            verbatim=config.data.chat_format == "plain",
-            max_bad_fraction=config.data.max_bad_fraction,
-            evaluation=evaluation,
-            **how,
-        )
-
-    return read
 
 
 def load_stage_data(config: RunConfig, stage: StageName, read: Reader | None = None) -> StageData:
@@ -131,7 +106,7 @@ def _streamed(config: RunConfig, stage: StageName) -> StageData:
     """The first rows of each source give the evaluation, and say whether there is any at all."""
     data = config.data
     whole = reader_of(config)
-    first = _loads(config, hub=HuggingFaceHub(streaming=True), first=data.look_ahead)
+    first = reader_of_first_rows(config, data.look_ahead)
 
     def read(source: SourceConfig, evaluation: bool) -> tuple[RecordTable, SourceCounts]:
         return (whole if evaluation else first)(source, evaluation)
@@ -217,16 +192,6 @@ def load_text(config: RunConfig, read: Reader | None = None) -> tuple[Selected, 
     if not records:
         raise ConfigError("ppo.ptx_data: no row is left that is not held out: name more of them")
     return records, +part.dropped
-
-
-def own_sources(config: RunConfig, stage: StageName) -> tuple[SourceConfig, ...]:
-    """Returns the sources that replace the split for this stage, if any."""
-    own: dict[StageName, tuple[SourceConfig, ...]] = {
-        "sft": config.data.sft,
-        "reward": config.data.reward,
-        "ppo": config.data.ppo,
-    }
-    return own[stage]
 
 
 def _read(
@@ -352,6 +317,7 @@ def _refuse_empty(config: RunConfig, stage: StageName, part: StageCounts) -> Non
     else:
         split = config.data.split
         shown = split if isinstance(split, str) else ",".join(f"{s:g}" for s in split)
-        fix = f"--data-split {shown} (or shared), --{stage}-data, --eval-data"
+        shared = "" if split == "shared" else " (or shared)"
+        fix = f"--data-split {shown}{shared}, --{stage}-data, --eval-data"
     what = "evaluate on" if part.train else "train on"
     raise ConfigError(f"stage {stage} has nothing to {what} ({numbers}); see {fix}")

@@ -42,6 +42,14 @@ def fixed_part(pattern: str) -> Path:
     return Path(*parts[:first])
 
 
+def no_weight(path: str) -> str:
+    """Returns a remark where a name that is not there ends in = and a weight that is none."""
+    before, equals, weight = path.rpartition("=")
+    if not equals or not (Path(before).expanduser().exists() or matching_files(before)):
+        return ""
+    return f", and {weight!r} is no weight for {before} (a number, as in {before}=2)"
+
+
 def source_hash(path: str) -> str:
     """Returns the hash of a source's content; a Hub id or an address stands for itself."""
     if is_url(path):

@@ -45,7 +45,7 @@ def load_function(kind: str, spec: str, example: str) -> Callable[..., Any]:
                 f"{shown}: {source} has no {name}; check the name after the colon"
             ) from None
     if not callable(found):
-        raise ConfigError(f"{shown}: {name} is a {type(found).__name__}, not a function")
+        raise ConfigError(f"{shown}: {name} is of type {type(found).__name__}, not a function")
     function: Callable[..., Any] = found
     return function
 

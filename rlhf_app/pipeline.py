@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
         # What stays must be readable: the summary at the end is the wrong time to find out.
         redone = [decision.stage for decision in decisions if decision.action != "reuse"]
         collect_summary(run, without=redone)
+        _check_data(config, redone)
         _write_config(config, run)
         for decision in decisions:
             if decision.action == "reuse":
@@ -144,6 +145,15 @@ def _with_task(config: RunConfig, task: EmbeddedTask) -> RunConfig:
             "gold.scorer": config.gold.scorer or task.gold,
         },
     )
+
+
+def _check_data(config: RunConfig, stages: Sequence[StageName]) -> None:
+    """Each stage must have rows: the third would find out after the work of two."""
+    # Here, not at the top: reading data takes libraries that a reused run does not need.
+    from data_sources.stage_check import check_stage_data
+
+    if stages:
+        check_stage_data(config, stages)
 
 
 @contextlib.contextmanager

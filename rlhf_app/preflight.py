@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
-from rlhf_app.data_paths import has_wildcards, matching_files
+from rlhf_app.data_paths import has_wildcards, matching_files, no_weight
 from rlhf_app.errors import ConfigError
 from rlhf_app.models.chat_templates import check_template
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file
@@ -221,7 +221,7 @@ def _check_source(flag: str, source: SourceConfig) -> None:
         return
     looks_local = is_local_path(name) or name.lower().endswith(_DATA_SUFFIXES)
     if looks_local or (path.parent != Path() and path.parent.is_dir()):
-        raise ConfigError(f"{flag} {name}: no such file or directory")
+        raise ConfigError(f"{flag} {name}: no such file or directory{no_weight(name)}")
 
 
 def _check_share(config: RunConfig, stage: StageName) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from data_sources.fields import Row, RowError, answer_of
+from data_sources.fields import Row, RowError
 from data_sources.named.dataset import NamedDataset
 from data_sources.normalise import (
     Columns,
@@ -13,7 +13,7 @@ from data_sources.normalise import (
     prompt_only,
     prompt_response,
 )
-from data_sources.ranked import passages
+from data_sources.ranked import first_passage, passages
 from data_sources.records import Record
 
 NO_NEGATIVE = "no negative passage: no pair"
@@ -29,11 +29,8 @@ def _miracl(row: Row, columns: Columns, verbatim: bool) -> Normalised:
     """MIRACL: the first positive and the first negative passage; some rows have no negative."""
     if row.get("negative_passages"):
         return passages(row, columns, verbatim)
-    found = row.get("positive_passages")
-    if not isinstance(found, list) or not found or not isinstance(found[0], dict):
-        raise RowError("positive_passages is empty")
     prompt = prompt_of(row, columns, verbatim)
-    answer = prompt.answer(answer_of(found[0], "text"), verbatim)
+    answer = prompt.answer(first_passage(row, "positive_passages"), verbatim)
     return Normalised((Record(prompt.messages, response=answer),), (NO_NEGATIVE,))
 
 

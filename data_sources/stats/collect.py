@@ -8,11 +8,12 @@ from itertools import chain
 
 from data_sources.counts import SourceCounts
 from data_sources.identity import unit_hash
-from data_sources.load import SET_ASIDE
+from data_sources.load import refusal
 from data_sources.reading_once import ReadOnce
 from data_sources.records import Record
 from data_sources.seen import SeenText, StageView
-from data_sources.stage_data import Reader, load_stage_data
+from data_sources.source_readers import Reader
+from data_sources.stage_data import load_stage_data
 from data_sources.stats.length_bias import LengthBias
 from data_sources.stats.lengths import Lengths
 from data_sources.stats.summary import DataStats, SourceStats, StageStats
@@ -35,14 +36,14 @@ def collect(
     Each source is read once. A stage that its data cannot serve keeps the reason instead.
 
     Args:
-        config: the run, which lets any share of bad rows pass.
-        read: reads a source.
+        config: the run.
+        read: reads a source, whatever its share of bad rows.
         views: stage -> how it sees records; {} counts characters.
         model: whose tokenizer the views have.
         max_bad_fraction: the share of unusable rows at which a run would stop.
 
     Raises:
-        ConfigError: no source can be read; the first stage's reason.
+        ConfigError: there is no source.
     """
     stats = DataStats("tokens" if views else "characters", model)
 
@@ -50,9 +51,11 @@ def collect(
         stats.sources.append(_source(records, counts, evaluation, max_bad_fraction))
 
     read_once = ReadOnce(read, count)
+    read_once.read_all(config)
+    stats.refusals = read_once.refusals(max_bad_fraction)
     for name in STAGES:
         stats.stages[name] = _stage(config, name, read_once, views.get(name))
-    if not stats.sources:
+    if not stats.sources and not stats.refusals:
         raise ConfigError(stats.stages[STAGES[0]].problem)
     return stats
 
@@ -61,8 +64,7 @@ def _source(
     records: Iterable[Record], counts: SourceCounts, evaluation: bool, limit: float
 ) -> SourceStats:
     source = SourceStats(counts, evaluation)
-    faults = sum(rows for reason, rows in counts.unusable.items() if reason not in SET_ASIDE)
-    source.stops_a_run = faults > limit * counts.read
+    source.stops_a_run = bool(refusal(counts, limit))
     for record in records:
         source.duplicates.add(record)
         source.prompts.add("\n".join(message.content for message in record.messages))

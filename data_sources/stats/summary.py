@@ -46,9 +46,12 @@ class SourceStats:
             "stops_a_run": self.stops_a_run,
             "bad_rows": [
                 {"reason": reason, "rows": n, "examples": self.counts.samples.get(reason, [])}
-                for reason, n in self.counts.unusable.most_common()
+                for reason, n in self.counts.bad.most_common()
             ],
-            "remarks": dict(self.counts.notes.most_common()),
+            "left_out": dict(self.counts.set_aside.most_common()),
+            "columns_not_used": self.counts.unused,
+            "remarks": dict(self.counts.notes.most_common())
+            | dict.fromkeys(self.counts.remarks, 1),
             "different_prompts": self.duplicates.prompts,
             "exact_duplicates": self.duplicates.exact,
             "same_prompt": self.duplicates.same_prompt,
@@ -117,12 +120,23 @@ class DataStats:
     Attributes:
         unit: what lengths count.
         model: whose tokenizer counts them; "" counts characters.
+        refusals: why a run would refuse sources; those that cannot be read are not in `sources`.
     """
 
     unit: Literal["tokens", "characters"]
     model: str = ""
     sources: list[SourceStats] = field(default_factory=list)
     stages: dict[str, StageStats] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    @property
+    def problem(self) -> str:
+        """Why a run with this data would stop: a source, or that no stage can start."""
+        if self.refusals:
+            more = len(self.refusals) - 1
+            return self.refusals[0] + (f" (and {more} more of the sources)" if more else "")
+        problems = [stage.problem for stage in self.stages.values() if stage.counts is None]
+        return problems[0] if problems and len(problems) == len(self.stages) else ""
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -130,5 +144,6 @@ class DataStats:
             "unit": self.unit,
             "model": self.model,
             "sources": [source.as_json() for source in self.sources],
+            "refused": self.refusals,
             "stages": {name: stage.as_json() for name, stage in self.stages.items()},
         }

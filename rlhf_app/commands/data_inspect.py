@@ -6,6 +6,7 @@ stages, and a few rows as text and tokens, with the tokens that carry loss marke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,31 +32,42 @@ def inspect(
     eval_data: options.EvalData = None,
     model: options.Model = None,
     stage: Annotated[
-        str, typer.Option("--stage", metavar="sft|reward|ppo", help="Whose rows to show.")
-    ] = "sft",
+        str | None,
+        typer.Option(
+            "--stage",
+            metavar="sft|reward|ppo",
+            help="Whose rows to show; unset: the first that has some.",
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Rows to show.")] = 3,
     data_split: options.DataSplit = None,
     chat_format: options.ChatFormatName = None,
     max_length: options.MaxLength = None,
     config_file: options.ConfigFile = None,
+    set_values: options.SetValues = None,
+    debug: options.Debug = False,
     no_color: Annotated[
         bool, typer.Option("--no-color", help="No colours; marks show the mask alone.")
     ] = False,
 ) -> None:
     """Show what the model will see: shapes, counts, texts, tokens and masks."""
     from rich.console import Console
+    from rich.text import Text
 
     from data_sources.reading_once import ReadOnce
-    from data_sources.stage_data import load_stage_data, reader_of
-    from rlhf_app.config.load import with_values
+    from data_sources.source_readers import reader_of
+    from data_sources.stage_data import load_stage_data
     from rlhf_app.config.schema import STAGES
     from rlhf_app.errors import ConfigError
+    from rlhf_app.report.visible import visible
 
+    del debug  # for who prints errors
     name: StageName | None = next((s for s in STAGES if s == stage), None)
-    if name is None:
+    if name is None and stage is not None:
         raise ConfigError(f"--stage {stage} is no stage; use one of {', '.join(STAGES)}")
     config = options.data_config(
         config_file,
+        set_values,
         data=data,
         sft_data=sft_data,
         reward_data=reward_data,
@@ -66,34 +78,49 @@ def inspect(
         chat_format=chat_format,
         max_length=max_length,
     )
-    # Everything readable is shown; a run refuses sources with many unusable rows.
-    config = with_values(config, {"data.max_bad_fraction": 1.0})
     console = Console(highlight=False, no_color=no_color or None)
-    read = ReadOnce(reader_of(config))
+    # Everything readable is shown; a run refuses sources with many bad rows.
+    read = ReadOnce(reader_of(config, to_look=True))
+    read.read_all(config)
+    refusals = read.refusals(config.data.max_bad_fraction)
 
-    results: dict[str, StageData] = {}
-    problems: dict[str, str] = {}
+    results: dict[StageName, StageData] = {}
+    problems: dict[StageName, str] = {}
     for one in STAGES:
         try:
             results[one] = load_stage_data(config, one, read)
         except ConfigError as error:
             problems[one] = str(error)
-    if not read.loaded:
-        raise ConfigError(problems[name])
-    _print_sources(console, [counts for _, counts in read.loaded])
-    _print_stages(console, {one: result.counts for one, result in results.items()}, problems)
+    name = name or next(iter(results), None)
+    if read.loaded:
+        _print_sources(console, [counts for _, counts in read.loaded])
+        _print_stages(console, {one: result.counts for one, result in results.items()})
+    if refusals:
+        last = refusals.pop(0)
+    elif not results or name in problems:
+        last = problems[name or STAGES[0]]
+    else:
+        last = ""
+    shown = [*refusals, *(text for text in problems.values() if text not in refusals)]
+    for problem in dict.fromkeys(text for text in shown if text != last):
+        console.print(Text(visible(problem), style="red"))
+
     if name in results:
         records = list(islice(results[name].train, limit))
     else:
         records = list(islice(chain.from_iterable(table for table, _ in read.loaded), limit))
     actor = config.model.actor
-    view = options.stage_views(config, actor)[name] if actor else None
+    view = options.stage_views(config, actor)[name] if actor and name in results else None
+    # What no stage gets is shown as it was read.
+    kind = f"{name} row" if name in results else "record"
     for number, record in enumerate(records, 1):
-        console.rule(f"{name} row {number} (uid {record.uid}, {record.source})")
+        console.rule(f"{kind} {number} (uid {record.uid}, {visible(record.source)})")
         if view is None:
             _print_text(console, record)
         else:
             _print_tokens(console, record, view)
+    if last:
+        raise ConfigError(last)
 
 
 def _print_sources(console: Console, sources: list[SourceCounts]) -> None:
@@ -109,19 +136,18 @@ def _print_sources(console: Console, sources: list[SourceCounts]) -> None:
     for counts in sources:
         remarks = [f"{n} {reason}" for reason, n in counts.unusable.most_common()]
         remarks += [f"{n} {note}" for note, n in counts.notes.most_common()]
+        remarks += counts.looks
         cells = (counts.path, counts.shape, "\n".join(remarks) or "-")
         path, shape, lost = (Text(visible(cell)) for cell in cells)
         table.add_row(path, shape, str(counts.read), str(counts.usable), str(counts.records), lost)
     console.print(table)
     for counts in sources:
-        for reason, samples in counts.samples.items():
-            for sample in samples:
+        for reason in counts.bad:
+            for sample in counts.samples.get(reason, []):
                 console.print(Text(visible(f"  {reason}: {sample}"), style="yellow"))
 
 
-def _print_stages(
-    console: Console, results: dict[str, DataCounts], problems: dict[str, str]
-) -> None:
+def _print_stages(console: Console, results: Mapping[StageName, DataCounts]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -142,9 +168,8 @@ def _print_stages(
             str(part.evaluation),
             Text(visible("\n".join(lost) or "-")),
         )
-    console.print(table)
-    for problem in problems.values():
-        console.print(Text(visible(problem), style="red"))
+    if results:
+        console.print(table)
 
 
 def _print_text(console: Console, record: Record) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,11 @@ MaxLength = Annotated[
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML settings of the run, as of `rlhf train`.")
 ]
+SetValues = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run (repeatable)."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 
 
 # The setting of each of these flags.
@@ -59,28 +65,29 @@ _SETTINGS = {
 }
 
 
-def data_config(config_file: Path | None, **flags: object) -> RunConfig:
+def data_config(
+    config_file: Path | None, set_values: Sequence[str] | None = None, **flags: object
+) -> RunConfig:
     """Returns the settings of a run, of which flags win over the file.
 
     Args:
         config_file: YAML settings, or None.
+        set_values: `key=value`, as of --set; later ones and they all win.
         flags: values of the flags above, or None; `sft_data` is --sft-data.
 
     Raises:
-        ConfigError: a file that cannot be read, or a bad value.
+        ConfigError: a file that cannot be read, or a bad value; the chat template counts.
     """
-    from rlhf_app.config.keys import flatten
-    from rlhf_app.config.load import validate
-    from rlhf_app.config.yaml_files import read_mapping
+    from rlhf_app.config.load import Override, load_given, parse_set
+    from rlhf_app.models.chat_templates import check_template
 
-    values = flatten(read_mapping(config_file)) if config_file is not None else {}
-    origins = dict.fromkeys(values, str(config_file))
-    for name, value in flags.items():
-        if value:
-            flag = "--" + name.replace("_", "-")
-            key = _SETTINGS[flag]
-            values[key], origins[key] = value, flag
-    return validate(values, origins)
+    given = {"--" + name.replace("_", "-"): value for name, value in flags.items() if value}
+    overrides = [Override(_SETTINGS[flag], value, flag) for flag, value in given.items()]
+    overrides += map(parse_set, set_values or ())
+    config = load_given(config_file, overrides)
+    if config.data.chat_template is not None:
+        check_template(config.data.chat_template)
+    return config
 
 
 def stage_views(config: RunConfig, model: str) -> dict[StageName, StageView]:

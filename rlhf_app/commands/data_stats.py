@@ -22,6 +22,8 @@ def stats(
     chat_format: options.ChatFormatName = None,
     max_length: options.MaxLength = None,
     config_file: options.ConfigFile = None,
+    set_values: options.SetValues = None,
+    debug: options.Debug = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
@@ -30,11 +32,12 @@ def stats(
     ] = None,
 ) -> None:
     """Count rows, lengths, duplicates and scripts, and compare chosen with rejected answers."""
+    del debug  # for who prints errors
     from rich.console import Console
 
-    from data_sources.stage_data import reader_of
+    from data_sources.source_readers import reader_of
     from data_sources.stats.collect import collect
-    from rlhf_app.config.load import with_values
+    from rlhf_app.errors import ConfigError
     from rlhf_app.report.data_stats_page import page
     from rlhf_app.report.data_stats_tables import print_stats
 
@@ -42,6 +45,7 @@ def stats(
         _check_page(html)
     config = options.data_config(
         config_file,
+        set_values,
         data=data,
         sft_data=sft_data,
         reward_data=reward_data,
@@ -52,20 +56,22 @@ def stats(
         chat_format=chat_format,
         max_length=max_length,
     )
-    limit = config.data.max_bad_fraction
-    # Everything that can be read is counted; a run refuses sources with many unusable rows.
-    config = with_values(config, {"data.max_bad_fraction": 1.0})
     name = config.model.actor
     views = options.stage_views(config, name) if name else {}
-    result = collect(config, reader_of(config), views, model=name or "", max_bad_fraction=limit)
+    # Everything that can be read is counted; a run refuses sources with many bad rows.
+    read = reader_of(config, to_look=True)
+    limit = config.data.max_bad_fraction
+    result = collect(config, read, views, model=name or "", max_bad_fraction=limit)
     if html is not None:
         _write_page(html, page(result))
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
-        return
-    print_stats(Console(highlight=False), result)
-    if html is not None:
-        print(f"page: {html}")
+    else:
+        print_stats(Console(highlight=False), result)
+        if html is not None:
+            print(f"page: {html}")
+    if result.problem:
+        raise ConfigError(result.problem)
 
 
 def _check_page(path: Path) -> None:

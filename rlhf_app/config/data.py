@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_app.config.column_names import unknown_names
 from rlhf_app.config.functions import function_file, names_function
 from rlhf_app.config.section import Location, Section
 
@@ -47,7 +48,8 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(
         {},
         description="Columns of other names, as ours: theirs; ours are prompt, response, chosen, "
-        "rejected, messages, system, input, margin. Nested columns by dots: question.text.",
+        "rejected, messages, system, input, margin and those of docs/data.md. Nested columns by "
+        "dots: question.text.",
     )
     max_rows: int | None = Field(
         None, ge=1, description="At most this many records, drawn by their content."
@@ -64,6 +66,14 @@ class SourceConfig(Section):
         "our names of columns), a list of them, or None; or the Hub id of a known dataset that the "
         "source is a copy of.",
     )
+
+    @model_validator(mode="after")
+    def _columns_are_ours(self) -> SourceConfig:
+        # A normaliser reads whatever names it likes.
+        wrong = "" if self.normaliser else unknown_names(self.columns)
+        if wrong:
+            raise ValueError(f"{self.path}: {wrong}")
+        return self
 
     @model_validator(mode="after")
     def _prompts_are_for_ppo(self) -> SourceConfig:

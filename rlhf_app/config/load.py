@@ -119,12 +119,7 @@ def load_config(
     Raises:
         ConfigError: an unknown setting, a bad value, or a file that cannot be read.
     """
-    given = _Layers()
-    if config_file is not None:
-        given.add(read_mapping(config_file), str(config_file))
-    for override in overrides:
-        given.add(_nest(override.key, override.value), override.origin)
-
+    given = _given(config_file, overrides)
     actor = given.values.get("model.actor")
     has_data = any(given.values.get(key) for key in _DATA_KEYS)
     embedded = actor is None and not has_data
@@ -148,6 +143,20 @@ def load_config(
         layers.add(_nest("data.sources", [DEFAULT_DATA]), "the default")
     layers.extend(given)
     return Resolved(validate(layers.values, layers.origins), layers.origins, preset, embedded)
+
+
+def load_given(config_file: Path | None, overrides: Sequence[Override]) -> RunConfig:
+    """Validate what a file and flags say, without the presets and defaults of a run.
+
+    Args:
+        config_file: YAML file with settings, or None.
+        overrides: flags; a later one wins.
+
+    Raises:
+        ConfigError: an unknown setting, a bad value, or a file that cannot be read.
+    """
+    layers = _given(config_file, overrides)
+    return validate(layers.values, layers.origins)
 
 
 def load_saved(path: Path) -> RunConfig:
@@ -224,6 +233,15 @@ class _Layers:
                 raise ConfigError(
                     f"{key} = {reprlib.repr(value)} (from {origin}): expected a group of settings"
                 )
+
+
+def _given(config_file: Path | None, overrides: Sequence[Override]) -> _Layers:
+    layers = _Layers()
+    if config_file is not None:
+        layers.add(read_mapping(config_file), str(config_file))
+    for override in overrides:
+        layers.add(_nest(override.key, override.value), override.origin)
+    return layers
 
 
 def _nest(key: str, value: object) -> dict[str, object]:

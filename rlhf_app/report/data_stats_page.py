@@ -11,7 +11,7 @@ from html import escape
 from data_sources.records import Record
 from data_sources.stats.lengths import PERCENTILES
 from data_sources.stats.summary import DataStats, SourceStats, StageStats
-from rlhf_app.report.data_stats_tables import bias_cells, left_out, measured, share
+from rlhf_app.report.data_stats_tables import STOPS, bias_cells, left_out, measured, share
 from rlhf_app.report.svg import bars, histogram
 from rlhf_app.report.visible import visible
 
@@ -34,6 +34,7 @@ def page(stats: DataStats) -> str:
     unit = stats.unit + (f" of {stats.model}" if stats.model else "")
     body = [
         "<h1>Data</h1>",
+        *(f'<p class="problem">{_text(problem)}</p>' for problem in stats.refusals),
         f"<p>Lengths are in {_text(unit)}, before anything is cut.</p>",
         "<h2>Sources</h2>",
         _sources(stats.sources),
@@ -82,15 +83,15 @@ def _name(source: SourceStats) -> str:
 
 
 def _sources(sources: list[SourceStats]) -> str:
-    heads = ("source", "shape", "rows", "usable", "bad", "records", "remarks")
+    heads = ("source", "shape", "rows", "usable", "bad", "left out", "records", "remarks")
     rows = []
     for source in sources:
         counts = source.counts
-        remarks = [f"{note}: {n}" for note, n in counts.notes.most_common()]
+        remarks = [f"{note}: {n}" for note, n in counts.notes.most_common()] + counts.looks
         if source.stops_a_run:
-            remarks.insert(0, "a run stops here: data.max_bad_fraction")
-        bad = share(counts.unusable.total(), counts.read)
-        numbers = (counts.read, counts.usable, bad, counts.records)
+            remarks.insert(0, STOPS)
+        bad, left_out = (share(n.total(), counts.read) for n in (counts.bad, counts.set_aside))
+        numbers = (counts.read, counts.usable, bad, left_out, counts.records)
         rows.append((_name(source), counts.shape, *numbers, "\n".join(remarks) or "-"))
     return _table(heads, rows)
 
@@ -117,11 +118,21 @@ def _safe(values: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 def _bad_rows(sources: list[SourceStats]) -> str:
     rows = [
-        (_name(source), reason, number, "\n".join(source.counts.samples.get(reason, [])))
+        (
+            _name(source),
+            _kind(source, reason),
+            reason,
+            number,
+            "\n".join(source.counts.samples.get(reason, [])),
+        )
         for source in sources
         for reason, number in source.counts.unusable.most_common()
     ]
-    return _table(("source", "reason", "rows", "first of them"), rows)
+    return _table(("source", "kind", "reason", "rows", "first of them"), rows)
+
+
+def _kind(source: SourceStats, reason: str) -> str:
+    return "bad" if reason in source.counts.bad else "left out"
 
 
 def _stage(name: str, stage: StageStats) -> str:

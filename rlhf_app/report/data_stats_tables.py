@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -15,21 +15,32 @@ from data_sources.stats.summary import DataStats, SourceStats, StageStats
 from rlhf_app.report.visible import visible
 
 _BLOCKS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # eighths of a block
+#: Beside a source that a run refuses; the reason comes last of all.
+STOPS = "a run stops here"
+# Lines shorter than this have no room for all numbers of a text's lengths.
+_WIDE = 130
+_FEW = (5, 50, 95, 99)
 _ASCII_BLOCKS = " .:-=+*#@"
 
 
 def print_stats(console: Console, stats: DataStats) -> None:
-    """Prints everything but the example rows of stages."""
+    """Prints everything but the example rows of stages, and what `stats.problem` says."""
     console.print(_sources(stats.sources))
     console.print(_contents(stats.sources))
     _print_bad_rows(console, stats.sources)
     console.print(_stages(stats))
-    console.print(_lengths(stats, ascii_only=not console.encoding.lower().startswith("utf")))
+    plain = not console.encoding.lower().startswith("utf")
+    if console.width >= _WIDE:
+        console.print(_lengths(stats, PERCENTILES, numbers=True, spread=True, ascii_only=plain))
+    else:
+        console.print(_lengths(stats, _FEW, numbers=True, spread=False, ascii_only=plain))
+        console.print(_lengths(stats, (), numbers=False, spread=True, ascii_only=plain))
     if any(stage.bias for stage in stats.stages.values()):
         console.print(_bias(stats))
-    for stage in stats.stages.values():
-        if stage.problem:
-            console.print(Text(visible(stage.problem), style="red"))
+    problems = [*stats.refusals, *(stage.problem for stage in stats.stages.values())]
+    for problem in dict.fromkeys(problems):
+        if problem and problem != stats.problem:
+            console.print(Text(visible(problem), style="red"))
 
 
 def share(part: int, whole: int) -> str:
@@ -59,19 +70,21 @@ def _name(source: SourceStats) -> str:
 
 
 def _sources(sources: list[SourceStats]) -> Table:
-    table = _table("Sources", ("source", "shape"), ("rows", "usable", "bad", "records"))
+    table = _table("Sources", ("source", "shape"), ("rows", "usable", "bad", "left out", "records"))
     table.add_column("remarks")
     for source in sources:
         counts = source.counts
         remarks = [f"{n} {visible(note)}" for note, n in counts.notes.most_common()]
+        remarks += map(visible, counts.looks)
         if source.stops_a_run:
-            remarks.insert(0, "a run stops here: data.max_bad_fraction")
+            remarks.insert(0, STOPS)
         table.add_row(
             Text(_name(source)),
             Text(counts.shape),
             str(counts.read),
             str(counts.usable),
-            share(counts.unusable.total(), counts.read),
+            share(counts.bad.total(), counts.read),
+            share(counts.set_aside.total(), counts.read),
             str(counts.records),
             Text("\n".join(remarks) or "-"),
         )
@@ -108,13 +121,14 @@ def _contents(sources: list[SourceStats]) -> Table:
 def _print_bad_rows(console: Console, sources: list[SourceStats]) -> None:
     if not any(source.counts.unusable for source in sources):
         return
-    table = _table("Rows that give no record", ("source", "reason"), ("rows",))
+    table = _table("Rows that give no record", ("source", "kind", "reason"), ("rows",))
     table.add_column("first of them")
     for source in sources:
         for reason, number in source.counts.unusable.most_common():
             samples = source.counts.samples.get(reason, [])
             table.add_row(
                 Text(_name(source)),
+                "bad" if reason in source.counts.bad else "left out",
                 Text(visible(reason)),
                 str(number),
                 Text("\n".join(map(visible, samples)), style="yellow"),
@@ -161,27 +175,30 @@ def measured(stage: StageStats) -> list[tuple[str, Lengths]]:
     return [*prompts, *parts, ("whole row", stage.rows)] if parts else [("prompt", stage.rows)]
 
 
-def _lengths(stats: DataStats, *, ascii_only: bool) -> Table:
+def _lengths(
+    stats: DataStats, percents: Sequence[int], *, numbers: bool, spread: bool, ascii_only: bool
+) -> Table:
     of = f" of {visible(stats.model)}" if stats.model else ""
-    table = _table(f"Lengths in {stats.unit}{of}, before anything is cut", ("stage", "part"))
-    for name in ("texts", "mean", *(f"p{percent}" for percent in PERCENTILES), "max", "over limit"):
-        table.add_column(name, justify="right")
-    table.add_column("from shortest to p99 and above")
+    title = f"Lengths in {stats.unit}{of}, before anything is cut" if numbers else ""
+    table = _table(title, ("stage", "part"))
+    names = ("texts", "mean", *(f"p{percent}" for percent in percents), "max") if numbers else ()
+    for name in (*names, *(("over limit",) if spread else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    if spread:
+        table.add_column("from shortest to p99 and above", no_wrap=True)
     for name, stage in stats.stages.items():
         for part, lengths in measured(stage):
-            over = ""
-            if lengths is stage.rows and stage.limit is not None:
-                over = f"{share(lengths.above(stage.limit), lengths.total)} > {stage.limit}"
-            table.add_row(
-                name,
-                part,
-                str(lengths.total),
-                f"{lengths.mean:.1f}",
-                *(str(lengths.percentile(percent)) for percent in PERCENTILES),
-                str(max(lengths.counts)),
-                over,
-                Text(histogram_line(lengths, ascii_only=ascii_only)),
-            )
+            cells: list[str | Text] = []
+            if numbers:
+                values = [lengths.percentile(percent) for percent in percents]
+                cells += [str(lengths.total), f"{lengths.mean:.1f}"]
+                cells += map(str, [*values, max(lengths.counts)])
+            if spread:
+                over = ""
+                if lengths is stage.rows and stage.limit is not None:
+                    over = f"{share(lengths.above(stage.limit), lengths.total)} > {stage.limit}"
+                cells += [over, Text(histogram_line(lengths, ascii_only=ascii_only))]
+            table.add_row(name, part, *cells)
     return table
 
 

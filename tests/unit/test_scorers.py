@@ -127,7 +127,7 @@ def test_scores_are_plain_floats(here: Path) -> None:
         ("missing.py:f", "no file missing.py"),
         ("sample_scores:bot", "sample_scores has no bot"),
         ("sample_scores.py:lengths.to", "sample_scores.py has no lengths.to"),
-        ("sample_scores:constant", "constant is a int, not a function"),
+        ("sample_scores:constant", "constant is of type int, not a function"),
         ("broken_scores:f", "failed with RuntimeError: two$"),
         ("broken_scores.py:f", "failed with RuntimeError: two$"),
         ("needy_scores:f", "needy_scores needs the package no_such_package"),

@@ -105,7 +105,8 @@ def test_colours_can_be_turned_off(tmp_path, monkeypatch, shared_dir):
     app = typer.Typer()
     app.command()(inspect)
     model = str(shared_dir / "tokenizers" / "opt")
-    flags = ["--sft-data", str(tmp_path / "a.jsonl"), "--eval-data", str(tmp_path / "a.jsonl")]
+    (tmp_path / "held.jsonl").write_text('{"prompt": "other", "response": "no"}')
+    flags = ["--sft-data", str(tmp_path / "a.jsonl"), "--eval-data", str(tmp_path / "held.jsonl")]
     flags += ["--model", model, "--limit", "1"]
     coloured = CliRunner().invoke(app, flags, color=True).output
     assert "\x1b[32m" in coloured or "\x1b[1;92m" in coloured

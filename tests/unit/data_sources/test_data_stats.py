@@ -127,8 +127,10 @@ def test_tokens_limits_and_what_they_cost(run, tmp_path, shared_dir):
 
 def test_tables_for_people(run, tmp_path):
     output = run("--data", str(tmp_path / "a.jsonl"), "--data-split", "shared")
-    assert re.search(r"a\.jsonl +prompt \+ chosen \+ rejected +64 +62 +2 \(3\.1 %\) +62", output)
-    assert re.search(r"rejected is missing +1 +a\.jsonl line 63", output)
+    assert re.search(
+        r"a\.jsonl +prompt \+ chosen \+ rejected +64 +62 +2 \(3\.1 %\) +0 \(0\.0 %\) +62", output
+    )
+    assert re.search(r"bad +rejected is missing +1 +a\.jsonl line 63", output)
     assert re.search(r"a\.jsonl +41 \(67\.2 %\) +20 \(32\.8 %\) +1 ", output)
     assert "Latin 62 (100.0 %)" in output
     assert "\x1b" not in output
@@ -138,7 +140,8 @@ def test_too_many_bad_rows_are_shown_and_named(run, tmp_path):
     rows = [*pairs()[:2], {"prompt": "p"}, {"prompt": "p"}]
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "a run stops here: data.max_bad_fraction" in run("--data", str(path))
+    with pytest.raises(ConfigError, match="2 of 4 rows are unusable, mostly chosen is missing"):
+        run("--data", str(path))
 
 
 class _Tags(HTMLParser):
@@ -180,7 +183,8 @@ def test_the_page_is_one_file_of_tables_and_plots(run, tmp_path):
 
 
 def test_settings_of_a_file_and_flags_over_it(run, tmp_path):
-    (tmp_path / "e.jsonl").write_text('{"frage": "q", "gut": "g", "schlecht": "s"}\n' * 3)
+    rows = [{"frage": f"q{i % 38}", "gut": "g", "schlecht": "s"} for i in range(40)]
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}
     source = {"path": str(tmp_path / "e.jsonl"), "columns": columns}
     settings = tmp_path / "run.yaml"

@@ -314,9 +314,9 @@ def test_a_mapped_column_is_the_only_candidate(tmp_path):
     "row",
     [
         {"prompt": "first", "question": "b", "answer": "d"},
-        {"frage: x": "first", "antwort": "d"},
-        {"frage": {"text": "first", "id": 1}, "antwort": "d", "n": 3},
-        {"a": "first", "b": "good", "c": "bad"},
+        {"question: x": "first", "an answer": "d"},
+        {"ticket": {"question": "first", "id": 1}, "answr": "d", "n": 3},
+        {"promt": "first", "chosen_text": "good", "text_rejected": "bad"},
     ],
 )
 def test_the_line_of_an_error_is_yaml_that_mends_it(tmp_path, row):
@@ -401,11 +401,12 @@ def test_a_normaliser_makes_records_of_any_kind(tmp_path, monkeypatch):
     assert "KeyError" in counts.samples["the normaliser failed"][0]
     assert counts.shape == "normaliser my_rows.py:to_record"
     # As a module of the current directory; what it leaves out is no fault of the rows.
+    (tmp_path / "my_rows.py").rename(tmp_path / "rows_of_kinds.py")
     (tmp_path / "b.jsonl").write_bytes(lines([rows[0], *[rows[3]] * 9]))
-    source = SourceConfig(path="b.jsonl", normaliser="my_rows:to_record")
+    source = SourceConfig(path="b.jsonl", normaliser="rows_of_kinds:to_record")
     records, counts = load_source(source, verbatim=False, max_bad_fraction=0.0)
     assert (len(records), counts.usable) == (1, 1)
-    monkeypatch.delitem(sys.modules, "my_rows")
+    monkeypatch.delitem(sys.modules, "rows_of_kinds")
 
 
 @pytest.mark.parametrize(
