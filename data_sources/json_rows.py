@@ -116,10 +116,11 @@ def _rows_of(path: DataFile, value: Any) -> Iterable[Any]:
     of_rows = [item for item in lists.values() if item and all(isinstance(r, dict) for r in item)]
     if len(value) == 1 and of_rows:
         return of_rows[0]
-    if of_rows and set(value) <= _SPLITS:
+    splits = [key for key in lists if key in _SPLITS]
+    if of_rows and len(splits) == len(lists):
         raise ConfigError(
-            f"{path} holds one list of rows for each of {', '.join(value)}; write each into a file "
-            "of its own in one directory, such as train.json and test.json, and name the directory"
+            f"{path} holds lists of rows under {', '.join(splits)}; write each into a file of its "
+            "own in one directory, such as train.json and test.json, and name the directory"
         )
     if len(lists) == len(value) > 0 and not of_rows:
         if len({len(item) for item in lists.values()}) != 1:

@@ -137,7 +137,10 @@ def _recognised(
     source: SourceConfig, rows: Rows, counts: SourceCounts, verbatim: bool, evaluation: bool
 ) -> tuple[RowMaker, Iterator[tuple[RawRow | BadRow, int]]]:
     """Returns (what makes records of the rows, the rows with the number each is joined from)."""
-    first, rest = mapped(counts.path, list(islice(rows, _FIRST_ROWS)), rows, source.columns)
+    as_they_are = list(islice(rows, _FIRST_ROWS))
+    headless = next((is_headless(row) for row in as_they_are if isinstance(row, RawRow)), False)
+    first, rest = mapped(counts.path, as_they_are, rows, source.columns)
+    del as_they_are
     good = [row.values for row in first if isinstance(row, RawRow)]
     if not first:
         raise ConfigError(f"data source {counts.path} holds no rows")
@@ -150,9 +153,15 @@ def _recognised(
         )
     known = find(source.path) if is_hub_id(source.path) else None
     shape = custom_shape(source.normaliser) if source.normaliser else known and known.as_shape()
-    shape = shape or _by_columns(source, counts, first)
-    counts.shape, counts.unused = shape.name, list(shape.unused)
-    if is_headless(next(row for row in first if isinstance(row, RawRow))):
+    try:
+        shape = shape or recognise(counts.path, good, source.columns)
+    except ConfigError as error:
+        hint = f"; {HEADLESS}: then write one above it" if headless else ""
+        raise ConfigError(f"{error}{hint}") from None
+    partly_used = {theirs.partition(".")[0] for theirs in source.columns.values()}
+    counts.shape = shape.name
+    counts.unused = [name for name in shape.unused if name not in partly_used]
+    if headless:
         counts.remarks.append(HEADLESS)
         log.warning("%s: %s; without one its first row is lost", counts.path, HEADLESS)
     maker = RowMaker(shape, Path(counts.path).name, verbatim)
@@ -163,16 +172,6 @@ def _recognised(
             held_out_only=evaluation and known.evaluates_on_a_share,
         )
     return maker, _joined(shape, chain(_drained(first), rest))
-
-
-def _by_columns(source: SourceConfig, counts: SourceCounts, first: list[RawRow | BadRow]) -> Shape:
-    rows = [row for row in first if isinstance(row, RawRow)]
-    try:
-        return recognise(counts.path, [row.values for row in rows], source.columns)
-    except ConfigError as error:
-        if not is_headless(rows[0]):
-            raise
-        raise ConfigError(f"{error}; {HEADLESS}: then write one above it") from None
 
 
 def _joined(shape: Shape, rows: Iterator[RawRow | BadRow]) -> Iterator[tuple[RawRow | BadRow, int]]:

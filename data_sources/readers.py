@@ -62,7 +62,8 @@ def read_file(path: Path | RemoteFile) -> Rows:
     except (OSError, EOFError, zlib.error) as error:
         reason = without_secrets(" ".join(str(getattr(error, "strerror", None) or error).split()))
         broken = number or not isinstance(error, FileNotFoundError | PermissionError)
-        beyond = f" beyond row {number}: {_AGAIN}" if broken else ""
+        rows = f"beyond row {number}" if number else "from the first row on"
+        beyond = f" {rows}: {_AGAIN}" if broken else ""
         raise ConfigError(f"{path} cannot be read{beyond}: {reason}") from error
 
 

@@ -259,8 +259,19 @@ class _Seen:
             f"{self.source}: columns {found} fit no known shape{because}; known: "
             f"{'; '.join(KNOWN)}. Texts are in {listed(candidates)}: say what they are in the "
             f"config, for example {as_yaml(self.source, suggested)}{blank}, or name a normaliser "
-            "(docs/data.md)"
+            f"(docs/data.md){self._rows_inside()}"
         )
+
+    def _rows_inside(self) -> str:
+        """A remark on a JSON file that is one object with rows in it."""
+        for name, value in self.rows[0].items() if len(self.rows) == 1 else ():
+            first = value[0] if isinstance(value, list) and len(value) > 1 else None
+            if isinstance(first, dict) and not is_turn(first):
+                return (
+                    f"; if the rows are in {name}: a .json file must be a list of rows, or hold "
+                    "one list under one key and nothing else"
+                )
+        return ""
 
     def _texts(self) -> list[str]:
         """Columns, and those one level inside objects, that hold texts or turns."""

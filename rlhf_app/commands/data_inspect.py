@@ -95,13 +95,15 @@ def inspect(
     if read.loaded:
         _print_sources(console, [counts for _, counts in read.loaded])
         _print_stages(console, {one: result.counts for one, result in results.items()})
+    last_is_source = bool(refusals)
     if refusals:
         last = refusals.pop(0)
     elif not results or name in problems:
         last = problems[name or STAGES[0]]
     else:
         last = ""
-    shown = [*refusals, *(text for text in problems.values() if text not in refusals)]
+    # Where no stage can start for want of a source, theirs are no news.
+    shown = [*refusals, *(problems.values() if results or not last_is_source else ())]
     for problem in dict.fromkeys(text for text in shown if text != last):
         console.print(Text(visible(problem), style="red"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
@@ -64,6 +65,26 @@ def did_you_mean(key: str) -> str:
         leaves = {name.rpartition(".")[2]: name for name in known}
         close = [leaves[hit] for hit in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def item_did_you_mean(setting: str, key: str) -> str:
+    """The same for a setting of an item of a list: `data.sources`, `data.sources[0].wieght`.
+
+    A list whose items have few settings gets all of them where none comes near.
+    """
+    leaf = key.rpartition(".")[2]
+    known = _item_settings(all_fields()[setting].annotation)
+    close = difflib.get_close_matches(leaf, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def _item_settings(annotation: object) -> list[str]:
+    """The names of the settings of the groups inside a type such as tuple[SourceConfig, ...]."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return list(annotation.model_fields)
+    return [name for inner in get_args(annotation) for name in _item_settings(inner)]
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_app.config.keys import all_fields, did_you_mean, setting_keys
+from rlhf_app.config.keys import all_fields, did_you_mean, item_did_you_mean, setting_keys
 from rlhf_app.url_secrets import without_secrets
 
 _LONGEST_VALUE = 80
@@ -49,7 +49,9 @@ def _line(key: str, details: list[ErrorDetails], origins: Mapping[str, str]) -> 
     origin = origins.get(base)
     came_from = f" (from {origin})" if origin else ""
     if first["type"] == "extra_forbidden":
-        return f"{key}: unknown setting{came_from}{did_you_mean(base)}"
+        # Of an item of a list, such as data.sources[0].wieght, the item's own settings.
+        meant = did_you_mean(base) if base == key else item_did_you_mean(base, key)
+        return f"{key}: unknown setting{came_from}{meant}"
     if first["type"] == "missing":
         return f"{key}: missing{came_from}"
     if not key:

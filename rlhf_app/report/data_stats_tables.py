@@ -37,15 +37,17 @@ def print_stats(console: Console, stats: DataStats) -> None:
         console.print(_lengths(stats, (), numbers=False, spread=True, ascii_only=plain))
     if any(stage.bias for stage in stats.stages.values()):
         console.print(_bias(stats))
-    problems = [*stats.refusals, *(stage.problem for stage in stats.stages.values())]
+    stages = [stage.problem for stage in stats.stages.values()]
+    # Where no stage can start for want of a source, theirs are no news.
+    problems = [*stats.refusals, *(() if stats.refusals and all(stages) else stages)]
     for problem in dict.fromkeys(problems):
         if problem and problem != stats.problem:
             console.print(Text(visible(problem), style="red"))
 
 
 def share(part: int, whole: int) -> str:
-    """Returns a count with its share, as in "12 (3.4 %)"."""
-    return f"{part} ({100 * part / whole:.1f} %)" if whole else str(part)
+    """Returns a count with its share, as in "12 (3.4 %)"; 0 stands alone."""
+    return f"{part} ({100 * part / whole:.1f} %)" if part and whole else str(part)
 
 
 def histogram_line(lengths: Lengths, *, ascii_only: bool = False) -> str:
