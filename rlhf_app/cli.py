@@ -6,6 +6,7 @@ they run.
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -83,6 +84,17 @@ def join_values(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
+def _describe(error: OSError) -> str:
+    """A disk that is full or cannot be written is no fault of this program's."""
+    where = f"{error.filename}: " if error.filename else ""
+    advice = {
+        errno.ENOSPC: "; free some, and give the same command again",
+        errno.EDQUOT: "; free some, and give the same command again",
+        errno.EROFS: "; name another --output-dir",
+    }.get(error.errno or 0, " (--debug shows where)")
+    return f"{where}{error.strerror or error}{advice}"
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line.
 
@@ -98,10 +110,11 @@ def run(arguments: Sequence[str]) -> int:
         app(join_values(arguments), prog_name="rlhf")
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
-    except (ConfigError, StageFailed) as error:
+    except (ConfigError, StageFailed, OSError) as error:
         if debug:
             print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
-        line = without_secrets(" ".join(str(error).split()))
+        text = _describe(error) if isinstance(error, OSError) else str(error)
+        line = without_secrets(" ".join(text.split()))
         print(f"rlhf: error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
     return 0

@@ -30,7 +30,7 @@ from rlhf_app.deployment.progress import clock
 from rlhf_app.deployment.supervise import run_workers
 from rlhf_app.deployment.topology import Topology, check_topology, count_gpus, plan_topology
 from rlhf_app.deployment.worker_lock import wait_until_free
-from rlhf_app.errors import ConfigError, Interrupted
+from rlhf_app.errors import ConfigError, Interrupted, StageFailed
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.manifest import (
     Manifest,
@@ -51,6 +51,9 @@ from rlhf_app.training.clock import LAUNCHED, TIMEOUT_MINUTES
 
 if TYPE_CHECKING:
     from data_sources.embedded import EmbeddedTask
+
+
+_FULL_DISK = 1 << 20
 
 
 def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
@@ -225,8 +228,11 @@ def _run_stage(
             console,
             hang_minutes=config.deployment.hang_minutes,
         )
-    except BaseException:
-        manifest.put(stage, dataclasses.replace(record, status="failed", finished=time.time()))
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a full disk: what failed is the news, not this
+            manifest.put(stage, dataclasses.replace(record, status="failed", finished=time.time()))
+        if isinstance(error, StageFailed):
+            raise StageFailed(f"{error}{_what_now(run, stage)}") from error
         raise
     done = dataclasses.replace(
         record,
@@ -242,6 +248,20 @@ def _run_stage(
         result = json.loads(run.result(stage).read_text(encoding="utf-8"))
         steps = result.get("steps", result.get("updates", 0))
         raise Interrupted(steps, steps)
+
+
+def _what_now(run: RunDirectory, stage: StageName) -> str:
+    """What else there is to say about a stage that failed."""
+    text = ""
+    free = shutil.disk_usage(run.path).free
+    if free < _FULL_DISK:  # the reason itself may have found no room in the log
+        text += f". No space left on device: {run.path} has {free >> 10} KiB left; free some"
+    checkpoint = CheckpointStore(run.checkpoints(stage)).newest()
+    if checkpoint is not None:
+        text += (
+            f". The same command goes on after step {checkpoint.step} of {checkpoint.total_steps}"
+        )
+    return text
 
 
 def _timing(deployment: DeploymentConfig) -> dict[str, str]:

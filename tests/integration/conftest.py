@@ -94,3 +94,31 @@ def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
         }
 
     return run
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory, tiny_lm: Path) -> list[str]:
+    """Flags of a run of three stages that takes seconds, with a checkpoint every other step."""
+    directory = tmp_path_factory.mktemp("small_run")
+    words = ["the", "cat", "dog", "sun", "big", "red", "blue", "happy", "small", "tree", "day"]
+    pairs = directory / "pairs.jsonl"
+    with pairs.open("w") as file:
+        for row in range(240):
+            prompt, good, bad = (
+                " ".join(words[(row * k + i * (k + 1)) % len(words)] for i in range(5))
+                for k in (3, 5, 7)
+            )
+            record = {"prompt": f"{prompt} {row}", "chosen": good, "rejected": bad}
+            file.write(json.dumps(record) + "\n")
+    config = directory / "config.yaml"
+    sizes = "batch_size: 8, micro_batch_size: 4, max_steps: 8, eval_every: 3"
+    config.write_text(
+        f"model: {{actor: {tiny_lm}, dtype: fp32}}\n"
+        f"data: {{sources: [{pairs}], split: shared}}\n"
+        "checkpoint: {every_steps: 2}\n"
+        f"sft: {{{sizes}}}\n"
+        f"reward: {{{sizes}}}\n"
+        "ppo: {updates: 5, rollout_batch_size: 8, micro_batch_size: 4, mini_batches: 1, "
+        "max_prompt_length: 80, max_response_length: 12, eval_every: 2, eval_prompts: 8}\n"
+    )
+    return ["--config", str(config)]

@@ -6,7 +6,6 @@ every metric of every step, results and samples.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -41,67 +40,21 @@ _RICH = {
     "ppo.ema_decay": 0.9,
     "ppo.ptx_coef": 0.5,
 }
-# Name -> settings, processes. Each of ZeRO 0, 2 and 3, one and two ranks, full and half
-# precision, adapters and none, averages and adaptive KL.
+# Name -> settings, processes.
 VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
     "whole": (_RICH, 1),
     "zero3, two ranks, adapters": (dict.fromkeys(_ZERO, 3) | {"lora.rank": 4} | _RICH, 2),
-    "zero2, two ranks": (dict.fromkeys(_ZERO, 2), 2),
-    "bf16": ({"model.dtype": "bf16", "ppo.ema_decay": 0.9}, 1),
 }
 MORE_VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
     "zero0, two ranks": ({}, 2),
+    "zero2, two ranks": (dict.fromkeys(_ZERO, 2), 2),
     "zero3": (dict.fromkeys(_ZERO, 3), 1),
     "zero3, two ranks": (dict.fromkeys(_ZERO, 3), 2),
     "adapters": ({"lora.rank": 4} | _RICH, 1),
     "zero2, two ranks, adapters": (dict.fromkeys(_ZERO, 2) | {"lora.rank": 4} | _RICH, 2),
     "bf16, zero2, two ranks": (dict.fromkeys(_ZERO, 2) | {"model.dtype": "bf16"} | _RICH, 2),
     "bf16, zero3": (dict.fromkeys(_ZERO, 3) | {"model.dtype": "bf16"} | _RICH, 1),
-    "fp16": ({"model.dtype": "fp16", "ppo.ema_decay": 0.9}, 1),
 }
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tiny_lm: Path) -> list[str]:
-    """Model, data and small sizes, as flags."""
-    directory = tmp_path_factory.mktemp("resume")
-    words = [
-        "the",
-        "cat",
-        "dog",
-        "sun",
-        "big",
-        "red",
-        "blue",
-        "happy",
-        "small",
-        "tree",
-        "house",
-        "play",
-        "day",
-        "park",
-    ]
-    pairs = directory / "pairs.jsonl"
-    with pairs.open("w") as file:
-        for row in range(240):
-            prompt, good, bad = (
-                " ".join(words[(row * k + i * (k + 1)) % len(words)] for i in range(5))
-                for k in (3, 5, 11)
-            )
-            record = {"prompt": f"{prompt} {row}", "chosen": good, "rejected": bad}
-            file.write(json.dumps(record) + "\n")
-    config = directory / "config.yaml"
-    sizes = "batch_size: 8, micro_batch_size: 4, max_steps: 8, eval_every: 3"
-    config.write_text(
-        f"model: {{actor: {tiny_lm}, dtype: fp32}}\n"
-        f"data: {{sources: [{pairs}], split: shared}}\n"
-        "checkpoint: {every_steps: 2}\n"
-        f"sft: {{{sizes}}}\n"
-        f"reward: {{{sizes}}}\n"
-        "ppo: {updates: 5, rollout_batch_size: 8, micro_batch_size: 4, mini_batches: 1, "
-        "max_prompt_length: 80, max_response_length: 12, eval_every: 2, eval_prompts: 8}\n"
-    )
-    return ["--config", str(config)]
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -110,16 +63,18 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def check_resume(base: list[str], tmp_path: Path, settings: dict[str, Any], ranks: int) -> None:
+def check_resume(
+    small_run: list[str], tmp_path: Path, settings: dict[str, Any], ranks: int
+) -> None:
     settings = settings | {"deployment.num_processes": ranks}
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    code, output = finish(command(undisturbed, settings, *base))
+    code, output = finish(command(undisturbed, settings, *small_run))
     assert code == 0, output
     for stage, step in (("sft", 5), ("reward", 5), ("ppo", 3)):
-        process = start(command(disturbed, settings, *base))
+        process = start(command(disturbed, settings, *small_run))
         assert wait_for(process, lambda s=stage, n=step: steps_done(disturbed, s) >= n)
         kill(process)
-    code, output = finish(command(disturbed, settings, *base))
+    code, output = finish(command(disturbed, settings, *small_run))
     assert code == 0, output
     assert "ppo: goes on from its checkpoint, after step" in output
     expected, found = outcome(undisturbed), outcome(disturbed)
@@ -131,14 +86,16 @@ def check_resume(base: list[str], tmp_path: Path, settings: dict[str, Any], rank
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_killed_run_goes_on_to_the_same_bits(base: list[str], tmp_path: Path, name: str) -> None:
-    check_resume(base, tmp_path, *VARIANTS[name])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    small_run: list[str], tmp_path: Path, name: str
+) -> None:
+    check_resume(small_run, tmp_path, *VARIANTS[name])
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", MORE_VARIANTS)
-def test_so_do_more_kinds_of_runs(base: list[str], tmp_path: Path, name: str) -> None:
-    check_resume(base, tmp_path, *MORE_VARIANTS[name])
+def test_so_do_more_kinds_of_runs(small_run: list[str], tmp_path: Path, name: str) -> None:
+    check_resume(small_run, tmp_path, *MORE_VARIANTS[name])
 
 
 # One stage with more steps, for what does not depend on the stage.
@@ -146,19 +103,19 @@ _SFT = {"stages": ["sft"], "sft.epochs": 8, "sft.max_steps": 120, "sft.eval_ever
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(small_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What an SFT stage of 120 steps comes to."""
     out = tmp_path_factory.mktemp("sft") / "run"
-    code, output = finish(command(out, _SFT, *base))
+    code, output = finish(command(out, _SFT, *small_run))
     assert code == 0, output
     return outcome(out)
 
 
 @pytest.fixture
-def run(base: list[str], tmp_path: Path) -> tuple[Path, list[str]]:
+def run(small_run: list[str], tmp_path: Path) -> tuple[Path, list[str]]:
     """A directory, and the command of that stage in it."""
     out = tmp_path / "run"
-    return out, command(out, _SFT, *base)
+    return out, command(out, _SFT, *small_run)
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
@@ -281,10 +238,10 @@ def test_what_does_not_fit_a_checkpoint_is_refused_and_nothing_is_lost(
     assert outcome(out) == undisturbed
 
 
-def test_a_hung_rank_ends_the_run(base: list[str], tmp_path: Path) -> None:
+def test_a_hung_rank_ends_the_run(small_run: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = _SFT | {"deployment.num_processes": 2, "deployment.hang_minutes": 0.1}
-    process = start(command(out, settings, *base))
+    process = start(command(out, settings, *small_run))
     assert wait_for(process, lambda: steps_done(out, "sft") >= 3)
     workers(process)[1].suspend()
     output, _ = process.communicate(timeout=90)
@@ -296,16 +253,16 @@ def test_a_hung_rank_ends_the_run(base: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
 def test_a_full_disk_costs_checkpoints_or_the_run_but_nothing_that_was_saved(
-    base: list[str], tmp_path: Path, undisturbed: dict[str, Any]
+    small_run: list[str], tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(small)]
+    mount = ["/bin/mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(small)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no permission to mount a file system")
     try:
         out = small / "run"
-        argv = command(out, _SFT, *base)
+        argv = command(out, _SFT, *small_run)
         process = start(argv)
         assert wait_for(process, lambda: steps_done(out, "sft") >= 5)
         kill(process)
@@ -321,7 +278,7 @@ def test_a_full_disk_costs_checkpoints_or_the_run_but_nothing_that_was_saved(
         assert "free space" in log
         # Not enough for the artifact either.
         free = shutil.disk_usage(small).free
-        filler.open("ab").write(b"\0" * (free - 200_000))
+        filler.open("ab").write(b"\0" * (free - 30_000))
         code, output = finish(argv)
         assert code == 1, output
         assert "no space left" in output.lower()
@@ -332,4 +289,4 @@ def test_a_full_disk_costs_checkpoints_or_the_run_but_nothing_that_was_saved(
         assert "goes on from its checkpoint" in output
         assert outcome(out) == undisturbed
     finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+        subprocess.run(["/bin/umount", "-l", str(small)], check=True)
