@@ -52,9 +52,9 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data_file(tmp_path: Path) -> Path:
-    """Two preference rows."""
+    """Preference rows, enough for three stages and their evaluation."""
     path = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": f"question {i}", "chosen": "yes", "rejected": "no"} for i in range(2)]
+    rows = [{"prompt": f"question {i}", "chosen": "yes", "rejected": "no"} for i in range(300)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -11,8 +11,6 @@ from rlhf_app.commands import options
 from rlhf_app.errors import EXIT_INTERRUPTED, Interrupted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rlhf_app.config.schema import RunConfig
 
 
@@ -72,9 +70,7 @@ def execute(flags: options.Flags) -> None:
         print(f"rlhf: warning: {ignored}", file=sys.stderr)
     if values["dry_run"]:
         built = built_default(resolved.config) if resolved.embedded else None
-        print_plan(resolved, console, force=values["force"], built=built)
-        if not resolved.embedded:
-            _print_data(resolved.config, console)
+        print_plan(resolved, console, force=values["force"], built=built, data_lines=_data_lines)
         return
     try:
         run_pipeline(resolved, force=values["force"], console=console)
@@ -90,26 +86,23 @@ def execute(flags: options.Flags) -> None:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _print_data(config: RunConfig, console: Console) -> None:
-    """Print the rows of each stage, or that data was not opened: a plan needs no network.
+def _data_lines(config: RunConfig) -> list[str]:
+    """The rows of each stage, or that data was not opened: a plan needs no network.
 
     Raises:
         ConfigError: a stage would have nothing to train or to evaluate on.
     """
     from data_sources.stage_check import check_stage_data, is_all_small
 
-    lines = [
-        "not opened: not all of it is in small files here. The run looks at it before its first "
-        "stage; so does rlhf data inspect"
-    ]
-    if is_all_small(config, config.stages):
-        lines = [
-            f"{stage}: {train} rows to train on, {held} to evaluate on, before any is too long"
-            for stage, (train, held) in check_stage_data(config, config.stages).items()
+    if not is_all_small(config, config.stages):
+        return [
+            "not opened: not all of it is in small files here. The run looks at it before its "
+            "first stage, rlhf data inspect at any time"
         ]
-    console.print("\n# Data", markup=False, highlight=False)
-    for line in lines:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    return [
+        f"{stage}: {train} rows to train on, {held} to evaluate on, before any is too long"
+        for stage, (train, held) in check_stage_data(config, config.stages).items()
+    ]
 
 
 def _without_effect(config: RunConfig) -> list[str]:

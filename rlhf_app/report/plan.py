@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich import box
@@ -50,7 +51,12 @@ class ModelLine:
 
 
 def print_plan(
-    resolved: Resolved, console: Console, *, force: bool, built: RunConfig | None = None
+    resolved: Resolved,
+    console: Console,
+    *,
+    force: bool,
+    built: RunConfig | None = None,
+    data_lines: Callable[[RunConfig], list[str]] | None = None,
 ) -> None:
     """Print what `rlhf train` would do, and change nothing.
 
@@ -59,6 +65,7 @@ def print_plan(
         console: where to.
         force: as for the run.
         built: of the embedded default, the settings with its files, where they exist.
+        data_lines: what the data of the stages comes to; not asked about the embedded default.
 
     Raises:
         ConfigError: the run would be refused for what it was given; a GPU need not be present for
@@ -78,6 +85,7 @@ def print_plan(
     # Without its files the content of the embedded default cannot be compared.
     compared = built if resolved.embedded else config
     stages = StagesPlan() if compared is None else plan_stages(compared, run, force=force)
+    rows = [] if resolved.embedded or data_lines is None else data_lines(config)
     _print(console, "# Settings that are not the default")
     for line in changed_settings(resolved):
         _print(console, f"  {line}")
@@ -92,6 +100,10 @@ def print_plan(
         _print(console, "\n# Rewards")
         for line in reward_lines(config):
             _print(console, f"  {line}")
+    if rows:
+        _print(console, "\n# Data")
+    for line in rows:
+        _print(console, f"  {line}")
     _print(console, "\n# Commands")
     for line in command_lines(config, run, topology, stages):
         _print(console, line)
