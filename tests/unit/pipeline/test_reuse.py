@@ -15,9 +15,9 @@ from rlhf_app.fingerprint import content_hash
 from rlhf_app.function_hash import function_hash
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
 from rlhf_app.output_directory import open_output_directory
-from rlhf_app.pipeline import _remove_directory
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
+from rlhf_app.stage_run import remove_directory
 
 
 @pytest.fixture
@@ -450,12 +450,12 @@ def test_of_a_linked_stage_directory_only_the_link_goes(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("")
     link.symlink_to(elsewhere)
-    _remove_directory(link)
+    remove_directory(link)
     assert not link.is_symlink()
     assert (elsewhere / "kept").is_file()
-    _remove_directory(elsewhere)
+    remove_directory(elsewhere)
     assert not elsewhere.exists()
-    _remove_directory(elsewhere)
+    remove_directory(elsewhere)
 
 
 def test_damaged_manifest(tmp_path: Path) -> None:

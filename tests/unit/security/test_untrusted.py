@@ -15,7 +15,7 @@ from rlhf_app.models.chat_format import ChatFormat
 from rlhf_app.models.load import check_model_path, load_causal_lm, load_config
 from rlhf_app.models.scalar_head import load_scalar_model
 from rlhf_app.models.tokenizer import load_tokenizer
-from rlhf_app.pipeline import _remove_directory
+from rlhf_app.stage_run import remove_directory
 from rlhf_app.training.checkpoint.store import CheckpointStore
 
 CODE = """
@@ -175,7 +175,7 @@ def test_links_in_a_run_directory_are_removed_and_their_targets_are_not(tmp_path
     (run / "sft").mkdir(parents=True)
     (run / "sft" / "model").symlink_to(victim)
     (run / "reward").symlink_to(victim)
-    _remove_directory(run / "sft")
-    _remove_directory(run / "reward")
+    remove_directory(run / "sft")
+    remove_directory(run / "reward")
     assert list(run.iterdir()) == []
     assert (victim / "file").exists()
