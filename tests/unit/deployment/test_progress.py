@@ -98,3 +98,15 @@ def test_live_display_shows_the_numbers() -> None:
         reporter.show(record(4, time=1.0, reward=0.25))
     assert "4/10" in out.getvalue()
     assert "reward 0.250" in out.getvalue()
+
+
+def test_tail_of_a_resumed_stage_shows_new_records_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old, new = json.dumps(record(1, time=10.0)), json.dumps(record(2, time=20.0))
+    path.write_text(old + "\n" + json.dumps(record(2, time=11.0)) + "\n")
+    tail = MetricsTail(path, since=15.0)
+    assert tail.new_records() == []
+    other = tmp_path / "other"
+    other.write_text(old + "\n" + new + "\n")
+    other.replace(path)  # another file, and shorter than what was read of the first
+    assert [r["time"] for r in tail.new_records()] == [20.0]

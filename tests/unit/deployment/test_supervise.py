@@ -110,7 +110,7 @@ def test_success_needs_a_result(tmp_path: Path) -> None:
 def test_a_record_written_at_the_very_end_is_shown(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.stage("sft").mkdir()
-    line = '{"step": 3, "total_steps": 3, "time": 0, "kind": "train", "loss": 0.5}'
+    line = '{"step": 3, "total_steps": 3, "time": 9e9, "kind": "train", "loss": 0.5}'
     code = (
         "from pathlib import Path; "
         f"Path({str(directory.metrics('sft'))!r}).write_text({line + chr(10)!r}); "
