@@ -74,6 +74,13 @@ def test_every_name_that_is_recognised_may_be_mapped_to():
     assert "ours are prompt, response" in unknown_names(["xyzzy"])
 
 
+def test_the_page_lists_them(repo_root):
+    text = (repo_root / "docs" / "data.md").read_text(encoding="utf-8")
+    table = text.partition("| ours |")[2].partition("\n\n")[0]
+    words = set(re.findall(r"\w+", table))
+    assert words >= {name for names in ALIASES.values() for name in names}
+
+
 @pytest.mark.parametrize(
     ("candidates", "suggested"),
     [
