@@ -136,7 +136,8 @@ def test_what_is_shown_of_data(command, server, tmp_path, monkeypatch, capsys):
     login, key = SECRETS["data login"], SECRETS["data query"]
     for known, code in ((key, 0), (f"no{key}", 2)):
         url = f"http://ann:{login}@{server}/rows.jsonl?key={known}"
-        assert cli.run(["data", *command.split(), "--data", url]) == code
+        flags = ["--data", url, "--data-split", "shared", "--set", "data.eval_fraction=0.25"]
+        assert cli.run(["data", *command.split(), *flags]) == code
         printed = capsys.readouterr()
         assert not found_in(printed.out + printed.err)
         assert f"http://***@{server}/rows.jsonl?***" in printed.out + printed.err or not code

@@ -6,7 +6,7 @@ import pytest
 
 from data_sources import source_identity, stage_check
 from data_sources.stage_check import check_stage_data, is_all_small
-from rlhf_app import pipeline
+from rlhf_app import stage_run
 from rlhf_app.cli import run
 from rlhf_app.config.schema import STAGES, RunConfig
 from rlhf_app.errors import ConfigError
@@ -42,7 +42,7 @@ def test_a_run_stops_before_the_stage_whose_successor_has_no_rows(
     tmp_path, monkeypatch, capsys, model, dry
 ):
     """Answers serve SFT; the reward model needs pairs."""
-    monkeypatch.setattr(pipeline, "run_workers", lambda *_: pytest.fail("a stage was started"))
+    monkeypatch.setattr(stage_run, "run_workers", lambda *_: pytest.fail("a stage was started"))
     data, out = written(tmp_path / "a.jsonl", answers(200)), tmp_path / "out"
     arguments = ["train", "--actor-model", model, "--data", data, "--output-dir", str(out)]
     arguments += ["--deployment-type", "cpu"]
