@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from logging import Logger
 
+from data_sources.fields import listed
+
 SAMPLES_PER_REASON = 3
 # Left out on purpose, whatever their number: no faults of the data.
 OTHER_SPLIT = "row is of the other split"
@@ -67,8 +69,8 @@ class SourceCounts:
     @property
     def looks(self) -> list[str]:
         """What a person should know of the source as a whole."""
-        used = [f"columns not used: {', '.join(self.unused)}"] if self.unused else []
-        return [*self.remarks, *used]
+        unused = [f"columns not used: {listed(self.unused)}"] if self.unused else []
+        return [*self.remarks, *unused]
 
     @property
     def usable(self) -> int:

@@ -119,6 +119,9 @@ def print_plan(
 def changed_settings(resolved: Resolved) -> list[str]:
     """`key = value  (where from)` for each setting that a preset, file or flag set."""
     values = flatten(resolved.config.model_dump(mode="json"))
+    # Of what stands in a list, such as data.sources, only what was given.
+    given = flatten(resolved.config.model_dump(mode="json", exclude_defaults=True))
+    values |= {key: value for key, value in given.items() if isinstance(value, list)}
     return [
         f"{key} = {without_secrets(str(values[key]))}  ({resolved.origins[key]})"
         for key in values
