@@ -127,9 +127,7 @@ def test_tokens_limits_and_what_they_cost(run, tmp_path, shared_dir):
 
 def test_tables_for_people(run, tmp_path):
     output = run("--data", str(tmp_path / "a.jsonl"), "--data-split", "shared")
-    assert re.search(
-        r"a\.jsonl +prompt \+ chosen \+ rejected +64 +62 +2 \(3\.1 %\) +0 +62", output
-    )
+    assert re.search(r"a\.jsonl +prompt \+ chosen \+ rejected +64 +62 +2 \(3\.1 %\) +0 +62", output)
     assert re.search(r"bad +rejected is missing +1 +a\.jsonl line 63", output)
     assert re.search(r"a\.jsonl +41 \(67\.2 %\) +20 \(32\.8 %\) +1 ", output)
     assert "Latin 62 (100.0 %)" in output
