@@ -97,7 +97,6 @@ class ChatFormat:
     ) -> None:
         if template_file is not None:
             tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
-        self._from_file = template_file is not None
         self._template_name = template_file or f"of {tokenizer.name_or_path}"
         has_template = bool(tokenizer.chat_template)
         if kind == "template" and not has_template:
@@ -321,12 +320,10 @@ class ChatFormat:
             full = self._apply([*question, ("assistant", _PROBE)], add_generation_prompt=False)
             prompt = self._apply(question, add_generation_prompt=True)
         except UnsupportedTurns as error:
-            fix = "set data.chat_format to human_assistant"
-            if self._from_file:
-                fix = "mend the file, or leave data.chat_template out"
             raise ConfigError(
                 f"the chat template {self._template_name} cannot write a question and its answer "
-                f"({error.__cause__!r:.200}); {fix}"
+                f"({error.__cause__!r:.200}); name one that can with data.chat_template, or leave "
+                "that out and set data.chat_format to human_assistant"
             ) from error
         before, found, after = full.rpartition(_PROBE)
         if not found:
