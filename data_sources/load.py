@@ -16,7 +16,7 @@ from data_sources.counts import LEFT_OUT, SourceCounts
 from data_sources.custom import FAILED, custom_shape
 from data_sources.hub import Hub, HuggingFaceHub
 from data_sources.named import find
-from data_sources.processes import default_workers, in_order
+from data_sources.processes import in_order
 from data_sources.published import opened
 from data_sources.raw_rows import BadRow, RawRow, Rows
 from data_sources.record_stream import BLOCK_ROWS, Opened
@@ -29,6 +29,7 @@ from data_sources.sources import is_hub_id, read_source
 from data_sources.stored_records import StoredRecords, packed, write_records
 from data_sources.suggested_columns import HEADLESS, is_headless
 from rlhf_app.config.schema import SourceConfig
+from rlhf_app.cores import own_cores
 from rlhf_app.errors import ConfigError
 from rlhf_app.url_secrets import without_secrets
 
@@ -93,7 +94,7 @@ def load_source(
         began = time.perf_counter()
         maker, joined = _recognised(source, rows, counts, verbatim, evaluation)
         parts = iter(lambda: list(islice(joined, _PART_ROWS)), [])
-        with closing(in_order(partial(packed, maker), parts, workers or default_workers())) as made:
+        with closing(in_order(partial(packed, maker), parts, workers or own_cores())) as made:
             write_records(folder, maker.source, made, counts)
         _check_share(counts, max_bad_fraction)
         seconds = time.perf_counter() - began

@@ -26,13 +26,6 @@ R = TypeVar("R")
 _work: Callable[[Any], Any]
 
 
-def default_workers() -> int:
-    """Cores of this machine that are left for each of its ranks, at least 1."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // max(ranks, 1))
-
-
 def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Generator[R, None, None]:
     """Yields the results of all parts; few parts and results are in memory at a time.
 

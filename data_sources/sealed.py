@@ -11,22 +11,15 @@ import os
 import stat
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_sources.processes import default_workers
+from rlhf_app.checksums import checksums
 
 #: The file with the checksums, and one that is touched whenever the directory is opened.
 SEAL = "seal.json"
 USED = "used"
-# Each is one piece of work for a thread: the largest file must not keep the others waiting.
-_PART = 64 * 2**20
-# Fits in a core's cache, so that the sum costs no second way to memory.
-_BLOCK = 2**18
-_MOST_THREADS = 8
-
 # Of every file what changes whenever it is written to: size, times, inode.
 _States = dict[str, tuple[int, ...]]
 # What this process has found whole.
@@ -69,7 +62,7 @@ def seal(folder: Path, name: str, about: str) -> None:
         for path in sorted(folder.iterdir())
         if path.name not in (SEAL, USED)
     }
-    sums = _sums(folder, files)
+    sums = checksums(folder, files)
     facts = {
         "name": name,
         "about": about,
@@ -124,7 +117,7 @@ def check(folder: Path) -> None:
         state = os.stat(folder / name)
         if not stat.S_ISREG(state.st_mode) or state.st_size != size:
             raise Damaged(f"{name} is not {size} bytes long")
-    for name, sums in _sums(folder, files).items():
+    for name, sums in checksums(folder, files).items():
         if sums != found.files[name][1]:
             raise Damaged(f"{name} has another checksum than when it was written")
     if _states(folder, found) == before:  # else it is being written to
@@ -142,27 +135,3 @@ def _states(folder: Path, found: Seal) -> _States:
 
 def _own(facts: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode("ascii"))
-
-
-def _sums(folder: Path, files: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Returns the checksums of the parts of each file."""
-    parts = [(name, at) for name, size in files.items() for at in range(0, size, _PART)]
-    sums: dict[str, list[int]] = {name: [] for name in files}
-    threads = min(default_workers(), _MOST_THREADS, len(parts))
-    # zlib and the system let other threads run meanwhile.
-    with ThreadPoolExecutor(max(threads, 1)) as pool:
-        found = pool.map(lambda part: _sum(folder / part[0], part[1]), parts)
-        for (name, _), value in zip(parts, found, strict=True):
-            sums[name].append(value)
-    return {name: tuple(values) for name, values in sums.items()}
-
-
-def _sum(path: Path, start: int) -> int:
-    block = memoryview(bytearray(_BLOCK))
-    found, left = 0, _PART
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while left and (number := file.readinto(block[: min(left, _BLOCK)])):
-            found = zlib.crc32(block[:number], found)
-            left -= number
-    return found

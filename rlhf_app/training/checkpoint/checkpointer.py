@@ -27,6 +27,7 @@ from rlhf_app.training.checkpoint.requests import Request, Requests
 from rlhf_app.training.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
+    Files,
     describe_files,
     files_in,
     merged,
@@ -235,7 +236,7 @@ class Checkpointer:
         )
         return int(trained * _BYTES_PER_PARAMETER)
 
-    def _write_files(self, directory: Path) -> dict[str, tuple[int, str]]:
+    def _write_files(self, directory: Path) -> Files:
         for name, engine in self._engines.items():
             # What is frozen comes from where it came from the first time.
             engine.save_checkpoint(

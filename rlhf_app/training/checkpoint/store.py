@@ -1,7 +1,7 @@
 """Checkpoints of one stage on disk: whole or absent, and known to be what was written.
 
 <stage>/checkpoints/latest                         name of the newest
-<stage>/checkpoints/step_00000040/checkpoint.json  size and SHA-256 of every other file
+<stage>/checkpoints/step_00000040/checkpoint.json  size and checksums of every other file
 <stage>/checkpoints/step_00000040/rank0.pt         what only this rank knows
 <stage>/checkpoints/step_00000040/<engine>/        DeepSpeed's own files
 
@@ -11,15 +11,15 @@ A checkpoint is written under another name. Its files are on the disk (fsync) be
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_app.checksums import checksums
 from rlhf_app.training.files import atomic_write_json, atomic_write_text, sync_directory
 
 INDEX = "checkpoint.json"
@@ -27,8 +27,8 @@ LATEST = "latest"
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".new"
 
-#: Name of a file in the checkpoint -> its bytes and its SHA-256.
-Files = dict[str, tuple[int, str]]
+#: Name of a file in the checkpoint -> its bytes and its checksums (`rlhf_app.checksums`).
+Files = dict[str, tuple[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class CheckpointStore:
         try:
             values = json.loads((self.path(step) / INDEX).read_text(encoding="utf-8"))
             files = {
-                str(name): (int(size), str(sha)) for name, (size, sha) in values["files"].items()
+                str(name): (int(size), tuple(map(int, sums)))
+                for name, (size, sums) in values["files"].items()
             }
             found = Checkpoint(values["step"], values["total_steps"], values["world_size"], files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -98,12 +99,12 @@ class CheckpointStore:
             names: of the files to look at, whole.
         """
         for name in names:
-            path, (size, sha) = self.path(checkpoint.step) / name, checkpoint.files[name]
+            size, sums = checkpoint.files[name]
             try:
-                found = path.stat().st_size
+                found = (self.path(checkpoint.step) / name).stat().st_size
                 if found != size:
                     return f"{name} has {found:,} bytes instead of {size:,}"
-                if hash_file(path) != sha:
+                if checksums(self.path(checkpoint.step), {name: size})[name] != sums:
                     return f"{name} is not what was written"
             except OSError as error:
                 return f"{name}: {error.strerror}"
@@ -173,13 +174,13 @@ def describe_files(directory: Path, names: Iterable[str]) -> Files:
         directory: of the checkpoint.
         names: relative to it.
     """
-    found: Files = {}
+    sizes = {}
     for name in names:
-        path = directory / name
-        with path.open("rb") as file:
+        with (directory / name).open("rb") as file:
             os.fsync(file.fileno())
-        found[name] = (path.stat().st_size, hash_file(path))
-    return found
+            sizes[name] = os.fstat(file.fileno()).st_size
+    sums = checksums(directory, sizes)
+    return {name: (size, sums[name]) for name, size in sizes.items()}
 
 
 def files_in(directory: Path) -> list[str]:
@@ -188,13 +189,7 @@ def files_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in paths)
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def merged(parts: Iterable[Mapping[str, tuple[int, str]]]) -> Files:
+def merged(parts: Iterable[Files]) -> Files:
     """The files of all ranks."""
     return {name: described for part in parts for name, described in part.items()}
 

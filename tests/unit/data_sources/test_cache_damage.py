@@ -20,6 +20,7 @@ from data_sources.load import load_source
 from data_sources.published import opened
 from data_sources.records import Message, Record
 from data_sources.stored_records import StoredRecords
+from rlhf_app import checksums
 from rlhf_app.cli import run
 from rlhf_app.config.data import DataConfig
 from rlhf_app.config.schema import SourceConfig
@@ -167,8 +168,8 @@ def test_a_damaged_hash_of_a_file_finds_no_other_file_s_records(tmp_path, source
 
 
 def test_the_checksums_are_those_of_the_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sealed, "_PART", 1000)
-    monkeypatch.setattr(sealed, "_BLOCK", 300)
+    monkeypatch.setattr(checksums, "_PART", 1000)
+    monkeypatch.setattr(checksums, "_BLOCK", 300)
     content = os.urandom(2500)
     (tmp_path / "a.bin").write_bytes(content)
     (tmp_path / "empty.bin").touch()
@@ -182,7 +183,7 @@ def test_the_checksums_are_those_of_the_bytes(tmp_path, monkeypatch):
 def test_what_was_found_whole_is_not_read_again(tmp_path, source, monkeypatch):
     read(source, tmp_path / "c")
     read(source, tmp_path / "c")
-    monkeypatch.setattr(sealed, "_sum", None)
+    monkeypatch.setattr(checksums, "_sum", None)
     assert answers(read(source, tmp_path / "c"))[0] == "r0"
 
 
