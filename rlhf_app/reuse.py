@@ -26,6 +26,17 @@ from rlhf_app.training.checkpoint.store import Checkpoint, CheckpointStore
 Action = Literal["run", "resume", "reuse"]
 _MOST_SHOWN = 3
 _LONGEST_VALUE = 60
+# A run that ran out of memory may go on with other values of these: they change no result but
+# for the order of sums.
+_SPEED_ALONE = (
+    "micro_batch_size",
+    "micro_batch_tokens",
+    "score_batch_tokens",
+    "gradient_checkpointing",
+    "release_inference_cache",
+    "pin_parameters",
+    "enable_cuda_graph",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,7 @@ def _check_resume(
 ) -> None:
     """Hours of work are not thrown away because a setting has changed: that is said first."""
     changes = differences(config, run, stage, record) if not made_anew else []
+    changes = [what for what in changes if not what.partition(" ")[0].endswith(_SPEED_ALONE)]
     if made_anew:
         changes = ["an earlier stage is not finished"]
     elif checkpoint.world_size != (config.deployment.num_processes or 1):

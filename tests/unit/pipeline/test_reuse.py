@@ -18,6 +18,7 @@ from rlhf_app.output_directory import open_output_directory
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_run import remove_directory
+from rlhf_app.training.checkpoint.store import Checkpoint, CheckpointStore
 
 
 @pytest.fixture
@@ -501,3 +502,77 @@ def test_text_mixed_into_ppo_makes_it_stale(
     )
     off = stage_settings(configure(prompts), "ppo")
     assert not {"data.sources", "data.split", "data.sft"} & off.keys()
+
+
+def interrupt(config: RunConfig, run: RunDirectory, stage: StageName, ranks: int = 1) -> Manifest:
+    """A manifest of a stage that was killed after step 5 of 9, and its checkpoint."""
+    record = StageRecord(
+        status="running",
+        settings=json.loads(json.dumps(stage_settings(config, stage))),
+        inputs=stage_fingerprints(config, run, stage),
+        started=1.0,
+    )
+    manifest = Manifest(run.manifest, {})
+    run.path.mkdir(exist_ok=True)
+    manifest.put(stage, record)
+    store = CheckpointStore(run.checkpoints(stage))
+    store.begin(5)
+    store.finish(Checkpoint(5, 9, ranks, {}))
+    return Manifest.load(run.manifest)
+
+
+def test_an_interrupted_stage_goes_on_from_its_checkpoint(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    config = configure("stages=[sft]")
+    manifest = interrupt(config, run, "sft")
+    assert actions(config, run, manifest) == ["resume"]
+    assert actions(config, run, manifest, force=True) == ["run"]
+    check_nothing_needed_is_removed(config, run, decide(config, run, manifest, force=False))
+    CheckpointStore(run.checkpoints("sft")).remove()
+    assert actions(config, run, manifest) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("sft.learning_rate=0.5", r"sft.learning_rate .* -> 0.5; restore that"),
+        ("sft.epochs=7", "sft.epochs"),
+        ("seed=3", "seed 1234 -> 3"),
+        ("deployment.num_processes=2", "number of processes 1 -> 2"),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_is_refused(
+    configure: Callable[..., RunConfig], change: str, said: str
+) -> None:
+    run = RunDirectory(Path("out"))
+    manifest = interrupt(configure("stages=[sft]"), run, "sft")
+    changed = configure("stages=[sft]", change)
+    with pytest.raises(ConfigError, match=rf"checkpoint of step 5 of 9.*{said}") as caught:
+        actions(changed, run, manifest)
+    assert "--force" in str(caught.value)
+    assert actions(changed, run, manifest, force=True) == ["run"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["sft.micro_batch_size=1", "sft.gradient_checkpointing=true", "checkpoint.every_steps=1"],
+)
+def test_what_changes_speed_alone_may_differ(
+    configure: Callable[..., RunConfig], change: str
+) -> None:
+    """It is what the error of a stage without memory tells to do."""
+    run = RunDirectory(Path("out"))
+    manifest = interrupt(configure("stages=[sft]"), run, "sft")
+    assert actions(configure("stages=[sft]", change), run, manifest) == ["resume"]
+
+
+def test_a_checkpoint_does_not_fit_what_is_made_anew_before_it(
+    configure: Callable[..., RunConfig],
+) -> None:
+    run = RunDirectory(Path("out"))
+    finish(configure(), run, ("sft",))
+    manifest = interrupt(configure(), run, "reward")
+    with pytest.raises(ConfigError, match="an earlier stage is not finished"):
+        actions(configure(), run, manifest)
