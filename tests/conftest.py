@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,55 @@ def run_cli(tmp_path: Path) -> RunCli:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCli]:
+    """Runs a worker script in one process or several, which fork from one that has imported all.
+
+    `run(script, *arguments, ranks=1, env={}, cwd=None, timeout=240)` returns what
+    `subprocess.run` would. See `rank_server.py` for what only torchrun shows.
+    """
+    server: subprocess.Popen[str] | None = None
+    place = tmp_path_factory.mktemp("ranks")
+
+    def run(
+        script: Path | str, *arguments: object, ranks: int = 1,
+        env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 240,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        nonlocal server
+        ours = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if server is None or server.poll() is not None:
+            server = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+                env=ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        command = [str(script), *map(str, arguments)]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        said = {name: place / name for name in ("stdout", "stderr")}
+        for file in said.values():
+            file.write_text("")
+        request = {
+            "command": command, "ranks": ranks, "env": ours | dict(env or {}),
+            "cwd": str(cwd or place), "port": port, "timeout": timeout,
+            **{name: str(file) for name, file in said.items()},
+        }  # fmt: skip
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        code = json.loads(server.stdout.readline())["returncode"]
+        texts = [file.read_text(errors="replace") for file in said.values()]
+        if code is None:
+            raise subprocess.TimeoutExpired(command, timeout, *texts)
+        return subprocess.CompletedProcess(command, code, *texts)
+
+    yield run
+    if server is not None:
+        server.stdin.close()
+        server.wait(timeout=30)
 
 
 def cli_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,12 +42,16 @@ def tiny_lm(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
-    """Runs a stage with the given settings; returns result.json and the metrics records."""
+def run_stage(repo_root: Path, tmp_path: Path, run_ranks: Callable[..., Any]) -> RunStage:
+    """Runs a stage with the given settings; returns result.json and the metrics records.
+
+    Ranks fork from a process that has imported all; with `torchrun`, they start on their own.
+    """
 
     def run(
-        stage: str, rows: list[dict[str, Any]], model: Path, *, ranks: int = 1, **settings: Any
-    ) -> dict[str, Any]:
+        stage: str, rows: list[dict[str, Any]], model: Path, *, ranks: int = 1,
+        torchrun: bool = False, **settings: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         out = tmp_path / f"{stage}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         data = out / "data.jsonl"
@@ -72,18 +75,15 @@ def run_stage(repo_root: Path, tmp_path: Path) -> RunStage:
         }
         (out / "test_config.json").write_text(json.dumps(config))
         worker = [str(Path(__file__).with_name("stage_runs.py")), str(out), stage]
-        launcher = []
-        if ranks > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-            launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *launcher, *worker],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+        if torchrun:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                [sys.executable, *launcher, *worker],
+                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+            )  # fmt: skip
+        else:
+            done = run_ranks(*worker, ranks=ranks, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = (out / stage / "metrics.jsonl").read_text().splitlines()
         result = json.loads((out / stage / "result.json").read_text())
