@@ -1,9 +1,6 @@
 """Rollout, scoring, update and evaluation give the same on one rank and on two, split or whole."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +11,10 @@ WORKER = Path(__file__).with_name("ppo_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def run(repo_root, tmp_path_factory):
+def run(run_ranks, tmp_path_factory):
     def start(ranks, zero_stage, weights, budget=0):
         out = tmp_path_factory.mktemp("ranks") / "out.json"
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={ranks}", str(WORKER), str(out), str(zero_stage), weights,
-                str(budget),
-            ],
-            env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=140,
-        )  # fmt: skip
+        done = run_ranks(WORKER, out, zero_stage, weights, budget, ranks=ranks, timeout=140)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(out.read_text())
 
