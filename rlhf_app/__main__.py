@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 
+from rlhf_app.errors import EXIT_INTERRUPTED
 from rlhf_app.url_secrets import without_secrets
 
 
@@ -19,7 +21,26 @@ def main() -> None:
     # It must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.excepthook = show_error
-    raise SystemExit(run(sys.argv[1:]))
+    interrupt_on_sigterm()
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt as interrupt:
+        print(f"rlhf: interrupted{f' by {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    raise SystemExit(code)
+
+
+def interrupt_on_sigterm() -> None:
+    """SIGTERM ends this process as Ctrl-C does, and the processes that it forks as ever."""
+    controller = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == controller:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def show_error(

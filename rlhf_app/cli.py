@@ -10,13 +10,21 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 import rlhf_app
 from rlhf_app.commands import bench, data, stage, train, verify
-from rlhf_app.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, StageFailed
+from rlhf_app.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    StageFailed,
+)
+from rlhf_app.lasting_output import lasting_output
 from rlhf_app.origins import check_origins
 from rlhf_app.url_secrets import without_secrets
 
@@ -45,6 +53,12 @@ _MANY_VALUES = {
     "--step": frozenset({"1", "2", "3"}),
     "--stages": frozenset({"sft", "reward", "ppo"}),
 }
+
+
+# What the parser makes of an interrupt.
+_INTERRUPTED_PARSER = 130
+# They are not over because nobody reads what they print.
+_OUTLIVES_ITS_TERMINAL = frozenset({"train", *stage.COMMANDS})
 
 
 def _show_version(wanted: bool) -> None:
@@ -104,11 +118,19 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0; 1 when something failed; 2 on bad input; 3 when interrupted.
     """
+    with lasting_output() if set(arguments[:1]) & _OUTLIVES_ITS_TERMINAL else nullcontext():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         check_origins()
         app(join_values(arguments), prog_name="rlhf")
     except SystemExit as leave:
+        if leave.code == _INTERRUPTED_PARSER:
+            print("rlhf: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except (ConfigError, StageFailed, OSError) as error:
         if debug:

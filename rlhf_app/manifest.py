@@ -71,11 +71,15 @@ class Manifest:
     Args:
         path: `manifest.json`.
         stages: records read from it.
+
+    Attributes:
+        directory: the working directory of the run; relative names in its settings start there.
     """
 
     def __init__(self, path: Path, stages: dict[StageName, StageRecord]) -> None:
         self._path = path
         self.stages = stages
+        self.directory = str(Path.cwd())
 
     @classmethod
     def load(cls, path: Path, *, force: bool = False) -> Manifest:
@@ -118,7 +122,12 @@ class Manifest:
     def save(self) -> None:
         """Write the file whole."""
         stages = {name: asdict(record) for name, record in self.stages.items()}
-        content = {"format": _FORMAT, "rlhf": rlhf_app.__version__, "stages": stages}
+        content = {
+            "format": _FORMAT,
+            "rlhf": rlhf_app.__version__,
+            "directory": self.directory,
+            "stages": stages,
+        }
         atomic_write_json(self._path, content)
 
 

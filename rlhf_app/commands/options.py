@@ -260,7 +260,7 @@ class Flags:
         for flag, value in (("--config", config), ("--output-dir", self.values["output_dir"])):
             if value is not None:
                 raise ConfigError(f"--resume {resume} and {flag} {value}: give one of them")
-        saved = Path(resume).expanduser() / "config.yaml"
+        saved = Path(resume).expanduser().resolve() / "config.yaml"
         if not saved.is_file():
             raise ConfigError(
                 f"--resume {resume}: holds no run ({saved} is missing); name the --output-dir of "
@@ -285,7 +285,8 @@ class Flags:
             plain = str(value) if isinstance(value, Path) else value
             found.extend(Override(key, plain, flag) for key in keys)
         if self.values["resume"] is not None:
-            found.append(Override("output_dir", self.values["resume"], "--resume"))
+            resumed = str(Path(self.values["resume"]).expanduser().resolve())
+            found.append(Override("output_dir", resumed, "--resume"))
         stages = self.stages or _chosen_stages(self.values.get("step"), self.values.get("stages"))
         if stages is not None:
             found.append(Override("stages", list(stages), "the chosen stages"))

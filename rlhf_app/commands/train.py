@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -62,9 +65,10 @@ def execute(flags: options.Flags) -> None:
     from rlhf_app.report.plan import print_plan
 
     values = flags.values
-    resolved = load_config(
-        preset=values["preset"], config_file=flags.settings_file(), overrides=flags.overrides()
-    )
+    settings_file, overrides = flags.settings_file(), flags.overrides()
+    if values["resume"] is not None and settings_file is not None:
+        _go_where_it_began(settings_file.with_name("manifest.json"))
+    resolved = load_config(preset=values["preset"], config_file=settings_file, overrides=overrides)
     console = Console()
     for ignored in _without_effect(resolved.config):
         print(f"rlhf: warning: {ignored}", file=sys.stderr)
@@ -84,6 +88,15 @@ def execute(flags: options.Flags) -> None:
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _go_where_it_began(manifest: Path) -> None:
+    """Relative names in a run's settings start from the directory in which it was begun."""
+    try:
+        directory = json.loads(manifest.read_text(encoding="utf-8"))["directory"]
+        os.chdir(directory)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # its names may be absolute; those that are not will be missed by name
 
 
 def _data_lines(config: RunConfig) -> list[str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 LOG_TO_FILES = "RLHF_LOG_TO_FILES"
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 10.0
+# Ranks that train would stop after the step; whoever calls `stop` wants it now.
+_GRACE_SECONDS = 3.0
 
 
 def die_with_parent(signum: int) -> None:

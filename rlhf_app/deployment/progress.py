@@ -45,8 +45,20 @@ class MetricsTail:
             return []
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records = [json.loads(line) for line in whole.splitlines() if line.strip()]
-        return [record for record in records if record["time"] >= self._since]
+        return [record for record in map(_record, whole.splitlines()) if self._is_new(record)]
+
+    def _is_new(self, record: Mapping[str, Any]) -> bool:
+        """Whether a line is of this start; lines that somebody else wrote are of none."""
+        return {"step", "total_steps", "kind"} <= record.keys() and record["time"] >= self._since
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """A line as it was written; without a time, and hence passed over, where it is no record."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) and isinstance(values.get("time"), float) else {}
 
 
 class Reporter(Protocol):

@@ -120,7 +120,8 @@ class _Control:
         while self._noted:
             number = self._noted.pop(0)
             if number == signal.SIGUSR1:
-                ask(self._request, Request.CHECKPOINT)
+                if not self.asked_to_stop:  # which brings a checkpoint
+                    ask(self._request, Request.CHECKPOINT)
             elif self.asked_to_stop or not training:
                 raise KeyboardInterrupt(number.name)
             else:
@@ -198,7 +199,9 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signal.Signals(signum))
 
-    before = {number: signal.signal(number, note) for number in _HANDLED}
+    # What is ignored stays ignored: nohup means it.
+    heard = [number for number in _HANDLED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield noted
     finally:

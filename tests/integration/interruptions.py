@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("sft", "reward", "ppo")
 # Times, and what follows from them.
 _TIMES = ("time", "seconds", "tokens_per_second")
@@ -27,12 +28,13 @@ def command(out: Path, settings: Mapping[str, Any], *more: str) -> list[str]:
     return [sys.executable, "-m", "rlhf_app", "train", "--output-dir", str(out), *sets, *more]
 
 
-def start(argv: Sequence[str]) -> subprocess.Popen[str]:
+def start(argv: Sequence[str], directory: Path | None = None) -> subprocess.Popen[str]:
     """Starts a run, in a group of its own, with its output to read."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         argv,
         env=env,
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -40,9 +42,11 @@ def start(argv: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def finish(argv: Sequence[str], timeout: float = 240) -> tuple[int, str]:
+def finish(
+    argv: Sequence[str], timeout: float = 240, directory: Path | None = None
+) -> tuple[int, str]:
     """Runs to the end; exit code and output."""
-    process = start(argv)
+    process = start(argv, directory)
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:

@@ -145,6 +145,32 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
     assert outcome(out) == undisturbed
 
 
+def test_a_run_outlives_its_terminal_and_heeds_a_scheduler(
+    run: tuple[Path, list[str]], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    out, argv = run
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, for the run to inherit
+    try:
+        process = start(argv)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert wait_for(process, lambda: steps_done(out, "sft") >= 3)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None
+    process.stdout.close()
+    seen = steps_done(out, "sft")
+    assert wait_for(process, lambda: steps_done(out, "sft") >= seen + 3)
+    for one in (*workers(process), process):  # as Slurm does
+        one.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 3
+    assert left_over(out) == []
+    done = steps_done(out, "sft")
+    code, output = finish([*argv[:4], "--resume", "run"], directory=tmp_path)
+    assert code == 0, output
+    assert f"sft: goes on from its checkpoint, after step {done} of 120" in output
+    assert outcome(out) == undisturbed
+
+
 def test_a_second_ctrl_c_stops_at_once(run: tuple[Path, list[str]]) -> None:
     out, argv = run
     process = start(argv)

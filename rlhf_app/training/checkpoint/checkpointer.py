@@ -9,7 +9,6 @@ from its number (`rlhf_app.training.batching`).
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_app.config.checkpoint import CheckpointConfig
-from rlhf_app.deployment.child_process import LOG_TO_FILES
 from rlhf_app.errors import ConfigError, Interrupted
 from rlhf_app.training import heartbeat
 from rlhf_app.training.checkpoint.random_state import random_state, set_random_state
@@ -91,7 +89,7 @@ class Checkpointer:
         """Goes on from the newest whole checkpoint; a damaged one is set aside, with a warning.
 
         Call it last before training: it also restores the random generators, and from now on
-        requests are taken; a worker that was started by hand hears signals, too.
+        requests are taken.
 
         Returns:
             Steps done; 0 without a checkpoint.
@@ -99,8 +97,7 @@ class Checkpointer:
         Raises:
             ConfigError: it was written by another number of processes.
         """
-        if os.environ.get(LOG_TO_FILES) != "1":
-            self._requests.listen()
+        self._requests.listen()
         heartbeat.watch()
         while True:
             steps = self._dist.gather_objects(self._store.steps())[0]

@@ -1,9 +1,9 @@
 """What a running stage is asked for from outside: a checkpoint, or a checkpoint and the end.
 
-Under the controller a request is a file in the stage's directory, which reaches ranks behind
-torchrun and on other machines alike. A worker that was started without it (by hand, by Slurm)
-hears signals as well: SIGUSR1 for a checkpoint, SIGTERM for a checkpoint and the end. Both are
-taken up between two steps.
+The controller leaves a file in the stage's directory, which reaches ranks behind torchrun and on
+other machines alike. Workers hear signals as well, for those who start them by hand and for
+schedulers that signal every process of a job: SIGUSR1 for a checkpoint, SIGTERM for a checkpoint
+and the end. Both are taken up between two steps, by all ranks together.
 """
 
 from __future__ import annotations

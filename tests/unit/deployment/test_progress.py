@@ -110,3 +110,10 @@ def test_tail_of_a_resumed_stage_shows_new_records_alone(tmp_path: Path) -> None
     other.write_text(old + "\n" + new + "\n")
     other.replace(path)  # another file, and shorter than what was read of the first
     assert [r["time"] for r in tail.new_records()] == [20.0]
+
+
+def test_tail_passes_over_lines_that_are_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = json.dumps(record(3))
+    path.write_text("# edited by hand\n[1]\n{\n" + '{"time": 1.0}\n{"step": 2}\n' + good + "\n")
+    assert [r["step"] for r in MetricsTail(path).new_records()] == [3]

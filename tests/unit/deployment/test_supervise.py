@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_app.deployment.failures import WorkerError, write_error
-from rlhf_app.deployment.supervise import run_workers
+from rlhf_app.deployment.supervise import _Control, run_workers
 from rlhf_app.errors import StageFailed
 from rlhf_app.run_directory import RunDirectory
 
@@ -119,3 +119,21 @@ def test_a_record_written_at_the_very_end_is_shown(tmp_path: Path) -> None:
     out = io.StringIO()
     run_workers([sys.executable, "-c", code], os.environ, directory, "sft", 1, Console(file=out))
     assert out.getvalue() == "sft: step 3/3  loss 0.5000\n"
+
+
+def test_a_wish_to_stop_is_not_forgotten_for_a_checkpoint(tmp_path: Path) -> None:
+    noted = [signal.SIGINT, signal.SIGUSR1]
+    control = _Control(tmp_path / "request", Console(file=io.StringIO()), noted)
+    control.act(training=True)
+    assert (tmp_path / "request").read_text() == "STOP\n"
+    assert control.asked_to_stop
+    noted.append(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        control.act(training=True)
+
+
+def test_before_training_there_is_nothing_to_save(tmp_path: Path) -> None:
+    control = _Control(tmp_path / "request", Console(file=io.StringIO()), [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        control.act(training=False)
+    assert not (tmp_path / "request").exists()
