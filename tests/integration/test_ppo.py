@@ -63,8 +63,9 @@ def test_complaint_peers7_ranks_and_zero_stages_agree_with_one_process(
     assert alone["metrics"][2]["kl_per_answer"] != 0.0
     for ranks, zero in ((1, (2, 2)), (2, (0, 0)), (2, (2, 3))):
         other = run_stage(
-            "ppo", PAIRS, tiny_lm, ranks=ranks, reward_model=reward_model, **with_zero(*zero)
-        )
+            "ppo", PAIRS, tiny_lm, ranks=ranks, torchrun=zero == (2, 3),
+            reward_model=reward_model, **with_zero(*zero),
+        )  # fmt: skip
         for mine, theirs in zip(
             compared(alone["metrics"]), compared(other["metrics"]), strict=True
         ):
