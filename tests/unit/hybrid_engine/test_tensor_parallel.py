@@ -14,26 +14,20 @@ ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("tp_worker.py")
 
 
-def start(ranks, *checks, timeout=500.0):
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={ranks}", str(WORKER), *checks,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-
-
-def run(ranks, *checks):
+@pytest.fixture(scope="module")
+def run(run_ranks):
     """Start the worker once for several checks; the time limit is the proof that none hangs."""
-    done = start(ranks, *checks)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE)
+
+    def start(ranks, *checks):
+        done = run_ranks(WORKER, *checks, ranks=ranks, timeout=500)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE)
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(run):
     """The checks that passed: one start for all of them, as starting takes longest."""
     return run(
         2, "dsc07_left_padded_generate", "dsc21_soak", "dsc22_ranks_that_stop_apart", "errors",
@@ -41,7 +35,7 @@ def two_ranks():
     )  # fmt: skip
 
 
-def test_families_roll_out_in_slices_as_whole():
+def test_families_roll_out_in_slices_as_whole(run):
     """Tokens and log-probs of 13 families, greedy and sampled, before and after an update."""
     assert run(2, "zero0") == ["zero0"]
 
@@ -82,12 +76,19 @@ def test_planned_bytes_are_those_held(two_ranks):
     assert "bytes" in two_ranks
 
 
-def test_two_groups_of_two_and_one_of_four():
+def test_two_groups_of_two_and_one_of_four(run):
     assert run(4, "groups") == ["groups"]
 
 
 def test_a_rank_lost_in_the_middle_ends_the_run():
-    done = start(2, "lost_rank", timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            str(WORKER), "lost_rank",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     after = time.time() - max(map(float, re.findall(r"failing at ([\d.]+)", done.stdout)))
     assert done.returncode != 0
     assert "RuntimeError: lost in this test" in done.stderr
