@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, repo_root):
+def results(tmp_path_factory, run_ranks):
     output = tmp_path_factory.mktemp("ema") / "results.pt"
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            str(WORKER), str(output),
-        ],
-        env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = run_ranks(WORKER, output, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(output, weights_only=True)
 
