@@ -7,10 +7,6 @@ divides by the gradient's size and would hide a wrong scale.
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,19 +28,9 @@ def worker():
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def results(request, tmp_path_factory, repo_root):
+def results(request, tmp_path_factory, run_ranks):
     output = tmp_path_factory.mktemp("scaling") / "results.pt"
-    command = [sys.executable, str(WORKER), str(output)]
-    if request.param > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={request.param}"]
-        command[1:1] = [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}"]
-    environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=repo_root, capture_output=True, text=True, timeout=240
-    )
+    done = run_ranks(WORKER, output, ranks=request.param)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(output, weights_only=True)
 
