@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -31,18 +27,9 @@ def worker():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, repo_root):
+def results(tmp_path_factory, run_ranks):
     output = tmp_path_factory.mktemp("head_scores") / "results.pt"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    address = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    command = [sys.executable, *launcher, *address, str(WORKER), str(output)]
-    environment = dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=repo_root, capture_output=True, text=True, timeout=240
-    )
+    done = run_ranks(WORKER, output, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(output, weights_only=True)
 
