@@ -1,9 +1,6 @@
 """Numbers of a policy on held-out prompts, against hand tables and plain transformers."""
 
 import copy
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,7 +195,7 @@ def two_ranks(scratch):
 
 @pytest.mark.slow
 def test_prompts_that_two_ranks_do_not_share_evenly_and_a_gold_scorer_that_fails_on_one(
-    tmp_path, repo_root
+    tmp_path, run_ranks
 ):
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -209,14 +206,7 @@ def test_prompts_that_two_ranks_do_not_share_evenly_and_a_gold_scorer_that_fails
         f"test_evaluate.two_ranks({str(tmp_path)!r})\n"
         "leave(0)\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            str(script),
-        ],
-        env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+    done = run_ranks(script, ranks=2, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
