@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,7 +212,7 @@ def test_rows_that_only_keep_a_rank_in_step_are_not_counted(counted):
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_ends_both_and_means_are_global(tmp_path, repo_root):
+def test_an_error_on_one_rank_ends_both_and_means_are_global(tmp_path, run_ranks):
     """Rank 0 would otherwise wait for rank 1 in its next collective."""
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -249,14 +246,7 @@ def test_an_error_on_one_rank_ends_both_and_means_are_global(tmp_path, repo_root
         f"open({str(tmp_path)!r} + f'/done{{dist.rank}}', 'w').close()\n"
         "leave(0)\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            str(script),
-        ],
-        env=dict(os.environ) | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_ranks(script, ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
