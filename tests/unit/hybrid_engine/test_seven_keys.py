@@ -1,9 +1,6 @@
 """DeepSpeed's seven `hybrid_engine` keys: its names, and the effect of each, observed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,16 +49,9 @@ def test_enable_cuda_graph_decides_how_steps_run_on_cuda(value, form):
 
 
 @pytest.fixture(scope="module")
-def found(repo_root, tmp_path_factory):
+def found(run_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            str(WORKER), str(folder),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run_ranks(WORKER, folder, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
