@@ -108,7 +108,9 @@ def test_ranks_and_zero_stages_agree_with_one_process(run_stage, tiny_lm):
 def test_sharded_fine_tuning_saves_the_same_model(run_stage, tiny_lm):
     saved = []
     for ranks, zero in ((1, 0), (2, 3)):
-        done = run_stage("sft", ROWS, tiny_lm, ranks=ranks, zero_stage=zero, **SFT)
+        done = run_stage(
+            "sft", ROWS, tiny_lm, ranks=ranks, torchrun=ranks > 1, zero_stage=zero, **SFT
+        )
         saved.append(frozen_part(done["model"], tiny_lm))
         assert done["result"]["samples"]
     for name, value in saved[0].items():
