@@ -33,14 +33,24 @@ class StageFailed(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """A stage stopped because it was asked to, with everything saved that it needs to go on.
+    """A stage stopped because it was asked to.
 
     Args:
         step: steps done.
         total_steps: of the stage.
+        saved: step of the newest checkpoint, from which the stage goes on; 0 without one.
     """
 
-    def __init__(self, step: int, total_steps: int) -> None:
-        super().__init__(f"stopped after step {step} of {total_steps}")
+    def __init__(self, step: int, total_steps: int, saved: int) -> None:
+        text = f"stopped after step {step} of {total_steps}"
+        if saved == step:
+            text += ". The same command goes on from there"
+        else:
+            after = f"after step {saved}" if saved else "from the beginning"
+            text += (
+                f", and a checkpoint of it could not be written. The same command goes on {after}"
+            )
+        super().__init__(text)
         self.step = step
         self.total_steps = total_steps
+        self.saved = saved

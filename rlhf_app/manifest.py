@@ -87,7 +87,8 @@ class Manifest:
 
         Args:
             path: `manifest.json`.
-            force: take what another version finished as not finished.
+            force: take what another version finished as not finished, and so what a damaged
+                file says.
 
         Raises:
             ConfigError: the file is damaged or of another format.
@@ -107,7 +108,11 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path}: damaged; use a new --output-dir") from None
+            if force:
+                return cls(path, {})
+            raise ConfigError(
+                f"{path}: damaged; use --force to do all stages again, or another --output-dir"
+            ) from None
 
     def put(self, stage: StageName, record: StageRecord) -> None:
         """Replace one stage's record."""

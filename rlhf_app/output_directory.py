@@ -29,7 +29,9 @@ def check_output_directory(run: RunDirectory) -> None:
         raise ConfigError(f"--output-dir {path}: is a file; name a directory")
     if run.manifest.is_file():
         return
-    if any(entry.name != _LOCK for entry in path.iterdir()):
+    # Another run may be making it this moment: the lock will tell.
+    ours = (_LOCK, f".{run.manifest.name}.")
+    if any(not entry.name.startswith(ours) for entry in path.iterdir()):
         raise ConfigError(
             f"--output-dir {path}: is not empty and has no manifest.json, so it is not a run "
             "of ours; name another directory"

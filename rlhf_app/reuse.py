@@ -74,10 +74,13 @@ def decide(
         made_anew = any(decision.action != "reuse" for decision in decisions)
         if redo or record is None or not _is_finished(run, stage, record):
             resumable = not (redo or record is None or force)
-            checkpoint = CheckpointStore(run.checkpoints(stage)).newest() if resumable else None
+            store = CheckpointStore(run.checkpoints(stage))
+            checkpoint = store.newest() if resumable else None
             if checkpoint is not None and record is not None:
                 _check_resume(config, run, stage, record, checkpoint, made_anew=made_anew)
-            decisions.append(Decision(stage, "resume" if checkpoint else "run"))
+            # Where all are damaged the stage begins anew, but nothing of them is removed.
+            going_on = resumable and store.steps()
+            decisions.append(Decision(stage, "resume" if going_on else "run"))
             continue
         changes = (
             ["an earlier stage is not finished"]

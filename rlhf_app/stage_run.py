@@ -114,7 +114,7 @@ def run_stage(
     if asked_to_stop:
         result = json.loads(run.result(stage).read_text(encoding="utf-8"))
         steps = result.get("steps", result.get("updates", 0))
-        raise Interrupted(steps, steps)
+        raise Interrupted(steps, steps, saved=steps)
 
 
 def _what_now(run: RunDirectory, stage: StageName) -> str:

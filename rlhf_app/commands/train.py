@@ -79,7 +79,7 @@ def execute(flags: options.Flags) -> None:
     try:
         run_pipeline(resolved, force=values["force"], console=console)
     except Interrupted as interrupted:
-        print(f"rlhf: {interrupted}. The same command goes on from there.", file=sys.stderr)
+        print(f"rlhf: {interrupted}.", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except KeyboardInterrupt as interrupt:
         print(

@@ -81,9 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         with own_handlers(), explained(config, stage, int(os.environ["WORLD_SIZE"])):
             _job_module(stage).main(config, run)
     except Interrupted as interrupted:
-        logging.info("%s, as asked", interrupted)
+        logging.info("%s", interrupted)
         if rank == 0:
-            values = {"step": interrupted.step, "total_steps": interrupted.total_steps}
+            names = ("step", "total_steps", "saved")
+            values = {name: getattr(interrupted, name) for name in names}
             atomic_write_json(run.interrupted(stage), values)
         return EXIT_INTERRUPTED
     except Exception as error:

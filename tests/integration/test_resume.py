@@ -298,7 +298,10 @@ def test_a_full_disk_costs_checkpoints_or_the_run_but_nothing_that_was_saved(
         filler.write_bytes(b"\0" * (free - (2 << 20)))
         process = start(argv)
         assert wait_for(process, lambda: steps_done(out, "sft") >= 60)
-        kill(process)
+        process.send_signal(signal.SIGTERM)  # which finds no room for a last one
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 3, output
+        assert "could not be written. The same command goes on after step" in output
         log = (out / "sft" / "logs" / "rank0.log").read_text()
         assert "no checkpoint of step" in log
         assert "free space" in log

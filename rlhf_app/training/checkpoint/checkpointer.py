@@ -84,6 +84,7 @@ class Checkpointer:
         self._written_at = time.monotonic()
         self._bytes = 0
         self._pinned: int | None = None
+        self._saved = 0
 
     def resume(self) -> int:
         """Goes on from the newest whole checkpoint; a damaged one is set aside, with a warning.
@@ -124,7 +125,7 @@ class Checkpointer:
             )
         began = time.monotonic()
         self._load(self._store.path(checkpoint.step))
-        self._bytes = checkpoint.num_bytes
+        self._bytes, self._saved = checkpoint.num_bytes, checkpoint.step
         if self._dist.is_main:
             self._store.remove_unfinished()
         log.info(
@@ -143,7 +144,7 @@ class Checkpointer:
             last: no other follows.
 
         Raises:
-            Interrupted: the stage was asked to stop; its checkpoint is written.
+            Interrupted: the stage was asked to stop. It says from which checkpoint it goes on.
         """
         heartbeat.beat(f"after step {step}")
         asked = self._requests.take()
@@ -152,7 +153,7 @@ class Checkpointer:
         if due:
             self._write(step)
         if stop:
-            raise Interrupted(step, self._total_steps)
+            raise Interrupted(step, self._total_steps, saved=self._saved)
 
     def pin(self, step: int) -> None:
         """Writes a checkpoint of the best weights so far, which stays until others are better.
@@ -165,26 +166,29 @@ class Checkpointer:
             self._write(step)
 
     def _write(self, step: int) -> None:
-        """Writes a checkpoint now, on every rank; without the room for it only a warning."""
+        """Writes a checkpoint now, on every rank; where that cannot be, only a warning."""
         heartbeat.beat("checkpoint")
         began = time.monotonic()
         self._written_at = began
-        if not self._has_room(step):
+        trouble = self._prepare(step)
+        if trouble is not None:
+            log.warning("no checkpoint of step %d: %s", step, trouble)
             return
-        if self._dist.is_main:
-            self._store.begin(step)
-        self._dist.barrier()
         unfinished = self._store.unfinished(step)
         try:
             files = self._write_files(unfinished)
-        except BaseException:
+            checkpoint = Checkpoint(step, self._total_steps, self._dist.world_size, files)
+            if self._dist.is_main:
+                self._store.finish(checkpoint)
+                self._store.prune(self._settings.keep, self._pinned)
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        checkpoint = Checkpoint(step, self._total_steps, self._dist.world_size, files)
-        if self._dist.is_main:
-            self._store.finish(checkpoint)
-            self._store.prune(self._settings.keep, self._pinned)
-        self._bytes = checkpoint.num_bytes
+            # Other ranks wait for one that stops here, so that only a single one can go on.
+            if self._dist.world_size > 1 or not isinstance(error, OSError | RuntimeError):
+                raise
+            log.warning("no checkpoint of step %d: %s", step, str(error).splitlines()[0])
+            return
+        self._bytes, self._saved = checkpoint.num_bytes, step
         self._dist.barrier()
         log.info(
             "checkpoint of step %d of %d: %s in %.1f s",
@@ -202,23 +206,30 @@ class Checkpointer:
             return False  # it is the main process's clock that counts, and `after` tells the others
         return time.monotonic() - self._written_at >= 60 * every.every_minutes
 
-    def _has_room(self, step: int) -> bool:
-        """Whether the disk has room for a checkpoint; older ones make room, but for one."""
-        wanted = float(self._bytes or self._estimate())
-        room = 1.0
+    def _prepare(self, step: int) -> str | None:
+        """Makes room and a directory; why there is none, or None. The same on all ranks."""
+        found = None
         if self._dist.is_main:
-            self._store.directory.mkdir(parents=True, exist_ok=True)
-            if self._free() < wanted + _RESERVE:
-                self._store.prune(1, self._pinned)
-            room = float(self._free() >= wanted + _RESERVE)
-        (free,) = self._dist.sum([room if self._dist.is_main else 0.0])
-        if not free:
-            log.warning(
-                "no checkpoint of step %d: %s has %s left and it takes about %s; free space, or "
-                "set checkpoint.keep lower",
-                *(step, self._store.directory, _size(self._free()), _size(wanted)),
-            )
-        return bool(free)
+            try:
+                found = self._make_room()
+                if found is None:
+                    self._store.begin(step)
+            except OSError as error:
+                found = f"{error.filename}: {error.strerror}"
+        return self._dist.gather_objects(found)[0]
+
+    def _make_room(self) -> str | None:
+        """Older checkpoints make room for one more, but for the newest; or what is wrong."""
+        wanted = int(self._bytes or self._estimate())
+        self._store.directory.mkdir(parents=True, exist_ok=True)
+        if self._free() < wanted + _RESERVE:
+            self._store.prune(1, self._pinned)
+        if self._free() >= wanted + _RESERVE:
+            return None
+        return (
+            f"it takes about {_size(wanted)} and leaves {_size(_RESERVE)} alone, and "
+            f"{self._store.directory} has {_size(self._free())}; free space"
+        )
 
     def _free(self) -> int:
         return shutil.disk_usage(self._store.directory).free

@@ -465,6 +465,7 @@ def test_damaged_manifest(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match="damaged"):
             Manifest.load(path)
+        assert Manifest.load(path, force=True).stages == {}
 
 
 def test_a_manifest_of_another_version(tmp_path: Path) -> None:
@@ -530,6 +531,9 @@ def test_an_interrupted_stage_goes_on_from_its_checkpoint(
     assert actions(config, run, manifest) == ["resume"]
     assert actions(config, run, manifest, force=True) == ["run"]
     check_nothing_needed_is_removed(config, run, decide(config, run, manifest, force=False))
+    # A stage whose checkpoints are all damaged begins anew, but they are not removed.
+    (run.checkpoints("sft") / "step_00000005" / "checkpoint.json").write_text("")
+    assert actions(config, run, manifest) == ["resume"]
     CheckpointStore(run.checkpoints("sft")).remove()
     assert actions(config, run, manifest) == ["run"]
 
