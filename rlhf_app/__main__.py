@@ -21,7 +21,7 @@ def main() -> None:
     # It must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.excepthook = show_error
-    interrupt_on_sigterm()
+    interrupt_on_signals()
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt as interrupt:
@@ -30,8 +30,8 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def interrupt_on_sigterm() -> None:
-    """SIGTERM ends this process as Ctrl-C does, and the processes that it forks as ever."""
+def interrupt_on_signals() -> None:
+    """SIGTERM and SIGHUP end this process as Ctrl-C does, and those that it forks as ever."""
     controller = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -40,7 +40,9 @@ def interrupt_on_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+            signal.signal(number, interrupt)
 
 
 def show_error(

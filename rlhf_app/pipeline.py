@@ -33,6 +33,7 @@ from rlhf_app.report.summary import collect_summary, write_summary
 from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_run import run_stage, say
+from rlhf_app.training.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
     from data_sources.embedded import EmbeddedTask
@@ -159,9 +160,11 @@ def _check_seed(config: RunConfig, run: RunDirectory, manifest: Manifest, force:
     """Another seed means other embedded data: say so before the old data is replaced."""
     for stage, record in manifest.stages.items():
         old = record.settings.get("seed")
-        if record.status == "finished" and old != config.seed and not force:
+        begun = record.status == "finished" or CheckpointStore(run.checkpoints(stage)).steps()
+        if begun and old != config.seed and not force:
+            state = "is finished" if record.status == "finished" else "has a checkpoint"
             raise ConfigError(
-                f"{run.stage(stage)} is finished, but would change: seed {old} -> {config.seed}; "
+                f"{run.stage(stage)} {state}, but would change: seed {old} -> {config.seed}; "
                 "use --force to redo it and the stages after it, or another --output-dir"
             )
 

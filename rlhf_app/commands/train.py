@@ -84,7 +84,8 @@ def execute(flags: options.Flags) -> None:
     except KeyboardInterrupt as interrupt:
         print(
             f"rlhf: interrupted{f' by {interrupt}' if str(interrupt) else ''}; the workers are "
-            "stopped. The same command goes on from the last checkpoint of the unfinished stage.",
+            "stopped. The same command goes on with the unfinished stage, from its last checkpoint "
+            "if there is one.",
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -184,7 +184,8 @@ def _failure(
     logs = [run.log(stage, rank) for rank in range(num_processes)]
     last = last_log_line([*logs, run.launcher_log(stage)])
     where, line = last if last is not None else (logs[0], "nothing was logged")
-    return StageFailed(f"{stage}: {describe_exit(code)}: {line} (log: {where})")
+    who = "the launcher (torchrun) was " if code < 0 and num_processes > 1 else ""
+    return StageFailed(f"{stage}: {who}{describe_exit(code)}: {line} (log: {where})")
 
 
 @contextmanager

@@ -50,9 +50,10 @@ class Requests:
         """What was asked since the last call; it is not asked twice."""
         asked, self._signalled = self._signalled, Request.NOTHING
         with contextlib.suppress(FileNotFoundError):
-            text = self._path.read_text(encoding="utf-8").strip()
-            self._path.unlink()
-            asked = max(asked, Request[text])
+            # Taken before it is read: one that comes in between is another file, for the next call.
+            taken = self._path.replace(self._path.with_name(f"{self._path.name}.taken"))
+            asked = max(asked, Request[taken.read_text(encoding="utf-8").strip()])
+            taken.unlink()
         return asked
 
     def listen(self) -> None:
