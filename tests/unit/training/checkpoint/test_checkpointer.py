@@ -85,11 +85,13 @@ def test_state_comes_back_and_the_best_stays(tmp_path: Path) -> None:
         if step == 2:
             checkpoints.pin(step)
     assert written(tmp_path) == [5, 4, 2]
+    expected = float(torch.rand(()))
     torch.manual_seed(5)
     again = Counter()
     resumed = make(tmp_path, again, every_steps=1)
     assert resumed.resume() == 5
     assert again.number == 50
+    assert float(torch.rand(())) == expected
     resumed.after(6)
     assert written(tmp_path) == [6, 5, 2]
 
