@@ -24,7 +24,7 @@ from data_sources.record_table import ListedRecords, RecordTable
 from data_sources.records import Record
 from data_sources.row_maker import RowMaker, sample
 from data_sources.shapes import Shape, recognise
-from data_sources.source_identity import is_large, is_small_file, source_identity
+from data_sources.source_identity import is_large, is_small_file, source_identity, source_state
 from data_sources.sources import is_hub_id, read_source
 from data_sources.stored_records import StoredRecords, packed, write_records
 from data_sources.suggested_columns import HEADLESS, is_headless
@@ -71,15 +71,16 @@ def load_source(
         small_whole: of small sources read all, whatever `first` says.
 
     Raises:
-        ConfigError: nothing readable, no known shape, no rows, too many unusable ones, or the
-            cache cannot be written to.
+        ConfigError: nothing readable, no known shape, no rows, too many unusable ones, a large
+            source that changes meanwhile, or the cache cannot be written to.
     """
     counts = SourceCounts(without_secrets(source.path))
     rows = read_source(source.path, source.split, evaluation=evaluation, hub=hub)
     if first is not None and not (small_whole and is_small_file(rows)):
         rows = islice(rows, first)
-    name = None
+    name, state = None, None
     if cache is not None and is_large(rows):
+        state = source_state(source, rows)
         name = source_identity(
             source, rows, verbatim=verbatim, evaluation=evaluation, known=cache / "contents"
         )
@@ -96,6 +97,9 @@ def load_source(
         parts = iter(lambda: list(islice(joined, _PART_ROWS)), [])
         with closing(in_order(partial(packed, maker), parts, workers or own_cores())) as made:
             write_records(folder, maker.source, made, counts)
+        # Else these records would be found under the name of what was there before.
+        if source_state(source, rows) != state:
+            raise ConfigError(f"data source {counts.path} changed while it was read; start again")
         _check_share(counts, max_bad_fraction)
         seconds = time.perf_counter() - began
         log.info("read %d rows of %s in %.0f s", counts.read, counts.path, seconds)

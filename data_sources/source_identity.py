@@ -98,6 +98,21 @@ def source_identity(
     return found.hexdigest()
 
 
+def source_state(source: SourceConfig, rows: Rows) -> list[object]:
+    """Returns what changes whenever what `source_identity` has looked at is written to.
+
+    Args:
+        source: path, split, column names and normaliser.
+        rows: of `read_source`; may have been taken.
+    """
+    files = rows.files if isinstance(rows, FileRows) else ()
+    states: list[object] = [_version(f) if isinstance(f, RemoteFile) else _there(f) for f in files]
+    if isinstance(rows, DatasetRows):
+        states.append(_dataset_name(rows))
+    normaliser = source.normaliser or ""
+    return [*states, function_hash(normaliser) if names_function(normaliser) else ""]
+
+
 def _names(rows: Rows) -> list[str]:
     """As messages show them; a renamed file is another row's place."""
     return [file.name for file in rows.files] if isinstance(rows, FileRows) else [""]
@@ -112,12 +127,7 @@ def _dataset_name(rows: DatasetRows) -> str:
 
 def _content(file: Path | RemoteFile, known: Path) -> str:
     if isinstance(file, RemoteFile):
-        # Its properties there: size, time of change, and the store's own checksum where it has one.
-        name: Callable[[str], str] | None = getattr(file.files, "ukey", None)
-        try:
-            return name(file.path) if name else ""
-        except Exception:  # each file system has its own
-            return ""
+        return _version(file)
     state = _state(file)
     place = known / hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
     with suppress(OSError, ValueError):  # there is none, or it is damaged
@@ -140,6 +150,15 @@ def _content(file: Path | RemoteFile, known: Path) -> str:
     return digest
 
 
+def _version(file: RemoteFile) -> str:
+    """Its properties there: size, time of change, and the store's own checksum where it has one."""
+    name: Callable[[str], str] | None = getattr(file.files, "ukey", None)
+    try:
+        return name(file.path) if name else ""
+    except Exception:  # each file system has its own
+        return ""
+
+
 def _seal(name: str, digest: str) -> str:
     """A damaged digest would find the records of another file."""
     return hashlib.blake2b(f"{name} {digest}".encode(), digest_size=8).hexdigest()
@@ -150,6 +169,13 @@ def _state(file: Path) -> Sequence[str | int]:
     found = file.stat()
     times = (found.st_mtime_ns, found.st_ctime_ns)
     return [str(file.absolute()), found.st_size, *times, found.st_ino, found.st_dev]
+
+
+def _there(file: Path) -> Sequence[str | int]:
+    try:
+        return _state(file)
+    except OSError:  # it is gone
+        return ()
 
 
 def _size(file: Path | RemoteFile) -> int:
