@@ -183,7 +183,11 @@ def test_a_file_without_a_header(tmp_path, caplog):
         ("a.parquet", b"PAR1", "copy or download it again"),
         ("a.arrow", b"nonsense", "copy or download it again"),
         ("a.jsonl.gz", b"{}", "no gzip file; leave .gz out of its name"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "p"}', mtime=0)[:12], "first row on: copy or download"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "p"}', mtime=0)[:12],
+            "first row on: copy or download",
+        ),
         ("a.json", b"3", "holds one value of type int"),
         (
             "a.json",
