@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import IO
 
 from data_sources.raw_rows import (
-    FROM_UTF16,
     NOT_UTF8,
     BadRow,
     DataFile,
     RawRow,
     Rows,
+    is_utf16,
     refuse_twice,
 )
 from rlhf_app.errors import ConfigError
@@ -21,7 +21,8 @@ from rlhf_app.errors import ConfigError
 # A field may hold a whole book; the default limit is 128 KiB.
 _FIELD_LIMIT = 2**31 - 1
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
-# Its byte-order marks, as bytes that are no UTF-8 are read.
+_MARK = "\ufeff"
+# UTF-16's byte-order marks, as bytes that are no UTF-8 are read.
 _UTF16 = ("\udcff\udcfe", "\udcfe\udcff")
 
 
@@ -39,7 +40,8 @@ class _Lines(Iterator[str]):
     """Lines that the parser takes, of which those after a broken row's first can be read again.
 
     A quote that is never closed takes all lines up to the next one, or to the end of the file:
-    rows that are whole would be lost with it.
+    rows that are whole would be lost with it. A byte-order mark before a row is skipped: files that
+    were put together have several.
     """
 
     def __init__(self, text: Iterator[str]) -> None:
@@ -49,6 +51,8 @@ class _Lines(Iterator[str]):
 
     def __next__(self) -> str:
         line = self._again.pop() if self._again else next(self._text)
+        if not self._taken:
+            line = line.removeprefix(_MARK)
         self._taken.append(line)
         return line
 
@@ -86,12 +90,20 @@ def _delimited(path: DataFile, stream: IO[bytes], delimiter: str) -> Rows:
             header = _checked_header(path, fields, delimiter)
             continue
         number += 1
-        yield _row(f"{path.name} row {number}", header, fields)
+        where = f"{path.name} row {number}"
+        if fields[0] in header and fields != header and sorted(fields) == sorted(header):
+            raise ConfigError(
+                f"{path}: {where} is a header with the columns in another order; files that are "
+                "put together need the same order: keep them apart, in one directory"
+            )
+        yield _row(where, header, fields)
 
 
 def _checked_header(path: DataFile, fields: list[str], delimiter: str) -> list[str]:
-    if fields[0].startswith(_UTF16) or any("\0" in field for field in fields):
-        raise ConfigError(f"{path} is UTF-16; {FROM_UTF16}")
+    if fields[0].startswith(_UTF16):
+        raise is_utf16(path)
+    if any("\0" in field for field in fields):
+        raise is_utf16(path, "UTF-16BE" if fields[0].startswith("\0") else "UTF-16LE")
     if not all(map(_is_text, fields)):
         raise ConfigError(
             f"{path} is not UTF-8 in its header; convert it: iconv -f WINDOWS-1252 -t UTF-8 "
@@ -112,6 +124,8 @@ def _checked_header(path: DataFile, fields: list[str], delimiter: str) -> list[s
 def _row(where: str, header: list[str], fields: list[str]) -> RawRow | BadRow:
     if not all(map(_is_text, fields)):
         return BadRow(where, NOT_UTF8, "")
+    if fields == header:
+        return BadRow(where, "the header once more", "")
     if len(fields) != len(header):
         return BadRow(where, "wrong number of columns", f"{len(fields)} instead of {len(header)}")
     return RawRow(where, dict(zip(header, fields, strict=True)))

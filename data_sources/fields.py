@@ -70,6 +70,8 @@ def text_of(row: Row, column: str) -> str:
         raise RowError(f"{column} is missing")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RowError(f"{column} is not text", type(value).__name__)
+    if isinstance(value, float) and math.isinf(value):
+        raise RowError(f"{column} is not text", str(value))
     return encodable(str(value), column)
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import IO, Any
 
-from data_sources.raw_rows import FROM_UTF16, NOT_UTF8, BadRow, DataFile, RawRow, Rows
+from data_sources.raw_rows import NOT_UTF8, BadRow, DataFile, RawRow, Rows, is_utf16
 from rlhf_app.errors import ConfigError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# The same without its mark: the start of JSON is ASCII.
+_UTF16_LE = re.compile(rb"(?:\s\0)*[\[{]\0[^\0]\0")
+_UTF16_BE = re.compile(rb"(?:\0\s)*\0[\[{]\0[^\0]")
 _BOM = b"\xef\xbb\xbf"
 _TOO_DEEP = "JSON is nested too deeply"
 _LOOKED_AT = 100
 _SPLITS = {"train", "training", "test", "validation", "valid", "val", "dev", "eval"}
+
+
+class _Twice(dict[str, Any]):
+    """An object that has a name twice, of which a row could keep only the last."""
 
 
 def json_lines(path: DataFile, stream: IO[bytes]) -> Rows:
@@ -43,12 +51,12 @@ def json_document(path: DataFile, stream: IO[bytes]) -> Rows:
     _refuse_utf16(path, data)
     try:
         # Bytes that are no text become lone surrogates, which tell their rows from the others.
-        value = json.loads(data.decode("utf-8", "surrogateescape"))
+        value = _loads(data.decode("utf-8", "surrogateescape"))
     except ValueError as error:
         if _is_lines(data):
             yield from json_lines(path, io.BytesIO(data))
             return
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {_why(error)}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} cannot be read: its {_TOO_DEEP}") from error
     damaged = not _is_utf8(data)
@@ -62,7 +70,23 @@ def json_document(path: DataFile, stream: IO[bytes]) -> Rows:
 
 def _refuse_utf16(path: DataFile, start: bytes) -> None:
     if start.startswith(_UTF16):
-        raise ConfigError(f"{path} is UTF-16; {FROM_UTF16}")
+        raise is_utf16(path)
+    for form, name in ((_UTF16_LE, "UTF-16LE"), (_UTF16_BE, "UTF-16BE")):
+        if form.match(start):
+            raise is_utf16(path, name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Twice(found)
+
+
+_loads = json.JSONDecoder(object_pairs_hook=_object).decode
+
+
+def _why(error: ValueError) -> str:
+    # Python goes on to name a function of its own.
+    return str(error).partition("; use sys.")[0]
 
 
 def _parsed(where: str, line: bytes) -> RawRow | BadRow:
@@ -70,11 +94,11 @@ def _parsed(where: str, line: bytes) -> RawRow | BadRow:
         # Blocks of zeros are what a crash leaves of a line that was being written.
         return BadRow(where, "null bytes", f"{line.count(0)} of them")
     try:
-        return _checked(where, json.loads(line.decode("utf-8")))
+        return _checked(where, _loads(line.decode("utf-8")))
     except UnicodeDecodeError as error:
         return BadRow(where, NOT_UTF8, f"byte {error.start + 1}")
     except ValueError as error:
-        return BadRow(where, "not valid JSON", str(error))
+        return BadRow(where, "not valid JSON", _why(error))
     except RecursionError:
         return BadRow(where, _TOO_DEEP, "")
 
@@ -82,6 +106,8 @@ def _parsed(where: str, line: bytes) -> RawRow | BadRow:
 def _checked(where: str, value: Any) -> RawRow | BadRow:
     if not isinstance(value, dict):
         return BadRow(where, "not an object with columns", type(value).__name__)
+    if isinstance(value, _Twice):
+        return BadRow(where, "a column is there twice", "")
     return RawRow(where, value)
 
 
@@ -108,6 +134,8 @@ def _rows_of(path: DataFile, value: Any) -> Iterable[Any]:
     """Accepts a list of rows, one object around such a list, columns, or a single row."""
     if isinstance(value, list):
         return value
+    if isinstance(value, _Twice):
+        raise ConfigError(f"{path}: a name is there twice in its object; rename all but one")
     if not isinstance(value, dict):
         raise ConfigError(
             f"{path} holds one value of type {type(value).__name__}; a list of rows is needed"

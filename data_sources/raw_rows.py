@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from rlhf_app.errors import ConfigError
 
 NOT_UTF8 = "not valid UTF-8"
-FROM_UTF16 = "convert it: iconv -f UTF-16 -t UTF-8"
 
 
 class DataFile(Protocol):
@@ -19,6 +18,16 @@ class DataFile(Protocol):
     @property
     def name(self) -> str:
         """The file's own name, without the directories."""
+
+
+def is_utf16(file: DataFile, form: str = "UTF-16") -> ConfigError:
+    """Returns the error of a file in another encoding.
+
+    Args:
+        file: which.
+        form: UTF-16LE or UTF-16BE where it has no mark that tells.
+    """
+    return ConfigError(f"{file} is {form}; convert it: iconv -f {form} -t UTF-8")
 
 
 def refuse_twice(file: DataFile, names: Sequence[str]) -> None:

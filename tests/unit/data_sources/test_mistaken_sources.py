@@ -178,7 +178,11 @@ def test_a_file_without_a_header(tmp_path, caplog):
     ("name", "data", "words"),
     [
         ("a.csv", "prompt,response\np,a\n".encode("utf-16"), "is UTF-16; convert it: iconv"),
-        ("a.csv", "prompt,response\np,a\n".encode("utf-16-le"), "is UTF-16; convert it: iconv"),
+        (
+            "a.csv",
+            "prompt,response\np,a\n".encode("utf-16-le"),
+            "is UTF-16LE; convert it: iconv -f UTF-16LE",
+        ),
         ("a.csv", "prömpt,response\n".encode("latin-1"), "convert it: iconv -f WINDOWS-1252"),
         ("a.parquet", b"PAR1", "copy or download it again"),
         ("a.arrow", b"nonsense", "copy or download it again"),
