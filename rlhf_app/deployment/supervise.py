@@ -185,7 +185,9 @@ def _failure(
     last = last_log_line([*logs, run.launcher_log(stage)])
     where, line = last if last is not None else (logs[0], "nothing was logged")
     who = "the launcher (torchrun) was " if code < 0 and num_processes > 1 else ""
-    return StageFailed(f"{stage}: {who}{describe_exit(code)}: {line} (log: {where})")
+    return StageFailed(
+        f"{stage}: {who}{describe_exit(code)}; the log ends with: {line} (log: {where})"
+    )
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def test_a_killed_worker_is_started_anew(
 ) -> None:
     done = run_cli(*command, env=stand_ins | {"FAULT": "ppo:0:die"})
     assert done.returncode == 1
-    assert "ppo: killed by SIGKILL (out of memory?): hello from ppo rank 0" in done.stderr
+    assert "ppo: killed by SIGKILL (out of memory?); the log ends with: hello from" in done.stderr
     again = run_cli(*command, env=stand_ins)
     assert again.returncode == 0, again.stderr
     assert order(tmp_path) == ["sft", "reward", "ppo"]
