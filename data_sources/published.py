@@ -61,6 +61,7 @@ def published(root: Path, name: str, build: Build) -> Path:
         return target
     with building(root, name):
         if not target.is_dir():
+            _make_room(target, "it is no directory")
             _build(target, build)
     return target
 
@@ -87,9 +88,7 @@ def opened(root: Path, name: str, build: Build, load: Callable[[Path], T]) -> T:
         try:
             return _checked(target, load)
         except _DAMAGE as error:
-            if target.exists() or target.is_symlink():
-                log.warning("%s is damaged and will be made again: %s", target, error)
-                _remove(target, error)
+            _make_room(target, error)
         _build(target, build)
     try:
         return _checked(target, load)
@@ -190,11 +189,14 @@ def _build(target: Path, build: Build) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(target: Path, why: BaseException) -> None:
-    """Takes a damaged directory away; processes that have it open keep what they have."""
+def _make_room(target: Path, why: object) -> None:
+    """Takes what is damaged away, if anything; processes that have it open keep what they have."""
+    if not target.exists() and not target.is_symlink():
+        return
+    log.warning("%s is damaged and will be made again: %s", target, why)
     try:
         aside = put_aside(target)
-        if aside.is_symlink():
+        if aside.is_symlink() or not aside.is_dir():
             aside.unlink()
     except OSError as error:
         raise ConfigError(

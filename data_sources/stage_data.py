@@ -270,10 +270,14 @@ def _blended(
     rates = take_rates(
         weights, [number for _, number in there], blend.temperature, blend.exhaustion
     )
-    if blend.exhaustion == "all_exhausted" and max(rates, default=0) > MOST_REPEATS:
+    if max(rates, default=0) > MOST_REPEATS:
+        source = sources[there[int(np.argmax(rates))][0]]
+        cause = f"weight {source.weight:g} of {without_secrets(source.path)}"
+        if blend.exhaustion != "weights":
+            cause += f" with data.blend.exhaustion = {blend.exhaustion}"
         raise ConfigError(
-            f"data.blend.exhaustion = all_exhausted would repeat rows {max(rates):.0f} times; "
-            "give the sources more equal weights, or cap the large one with max_rows"
+            f"{cause} would repeat rows {max(rates):.0f} times; {MOST_REPEATS} is the most: give "
+            "the sources more equal weights, or cap the large one with max_rows"
         )
     uids_N, copies_N = rows.uids_N, np.zeros(len(rows), dtype=np.int64)
     for (number, _), rate in zip(there, rates, strict=True):

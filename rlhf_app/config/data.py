@@ -40,7 +40,10 @@ class SourceConfig(Section):
         "Hub dataset id (id:config for a config)."
     )
     weight: float = Field(
-        1.0, gt=0, description="Relative weight in the blend; 1 takes every row once."
+        1.0,
+        ge=1e-6,
+        le=1e6,
+        description="Relative weight in the blend; 1 takes every row once.",
     )
     split: str | None = Field(
         None, description="Split of a Hub dataset; unset: train (validation/test for evaluation)."

@@ -338,6 +338,18 @@ def test_absurd_repetition_is_refused():
         )  # fmt: skip
 
 
+def test_a_weight_that_repeats_without_end_is_refused():
+    rows = {"a": range(30), "b": range(30, 60)}
+    options = {"stages": ("sft",), "eval_fraction": 0.1}
+    for weight in (1000, 1e6):
+        sources = [SourceConfig(path="a"), SourceConfig(path="b", weight=weight)]
+        if weight == 1000:
+            assert len(load(rows, "sft", sources=sources, **options).train) > 9000
+            continue
+        with pytest.raises(ConfigError, match=r"^weight 1e\+06 of b would repeat rows 1000000 t"):
+            load(rows, "sft", sources=sources, **options)
+
+
 CODE = """
 import json, sys
 from rlhf_app.config.schema import DataConfig, RunConfig, SourceConfig

@@ -79,6 +79,31 @@ def test_what_a_dead_process_left_is_removed(tmp_path):
     assert elsewhere.exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "link to a file"])
+def test_what_is_no_directory_is_put_aside(tmp_path, kind, caplog):
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    if kind == "link to a file":
+        other.write_text("someone's")
+    if kind == "file":
+        (root / "name").write_text("")
+    else:
+        (root / "name").symlink_to(other)
+    calls = []
+
+    def build(folder):
+        calls.append(folder)
+        (folder / "file").write_text("text")
+
+    for _ in range(2):
+        assert (published(root, "name", build) / "file").read_text() == "text"
+    assert len(calls) == 1
+    assert not (root / "name").is_symlink()
+    assert "is damaged and will be made again" in caplog.text
+    assert {path.name for path in root.iterdir()} <= {"name", "name.lock"}
+    assert not other.exists() or other.read_text() == "someone's"
+
+
 def test_a_root_that_is_a_file_is_an_error_of_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache_dir"):
