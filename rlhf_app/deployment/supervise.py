@@ -183,11 +183,10 @@ def _failure(
         )
     logs = [run.log(stage, rank) for rank in range(num_processes)]
     last = last_log_line([*logs, run.launcher_log(stage)])
-    where, line = last if last is not None else (logs[0], "nothing was logged")
+    where = last[0] if last is not None else logs[0]
+    end = f"the log ends with: {last[1]}" if last is not None else "nothing was logged"
     who = "the launcher (torchrun) was " if code < 0 and num_processes > 1 else ""
-    return StageFailed(
-        f"{stage}: {who}{describe_exit(code)}; the log ends with: {line} (log: {where})"
-    )
+    return StageFailed(f"{stage}: {who}{describe_exit(code)}; {end} (log: {where})")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_warnings_of_the_worker_reach_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match=r"sft: exit code 7: nothing was logged \(log: .*rank0"):
+    with pytest.raises(StageFailed, match=r"sft: exit code 7; nothing was logged \(log: .*rank0"):
         run(tmp_path, "raise SystemExit(7)")
 
 
