@@ -86,7 +86,7 @@ def check_resume(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_killed_run_goes_on_to_the_same_bits(
+def test_complaint_dse850_dsc5_trl1643_peers16_a_killed_run_goes_on_to_the_same_bits(
     small_run: list[str], tmp_path: Path, name: str
 ) -> None:
     check_resume(small_run, tmp_path, *VARIANTS[name])

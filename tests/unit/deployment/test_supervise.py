@@ -88,7 +88,7 @@ Root Cause (first observed failure):
         ("the numbers do not add up", "sft: rank 0 failed: RuntimeError: the numbers"),
     ],
 )
-def test_a_killed_rank_is_named_before_the_peers_it_left(
+def test_complaint_dse380_dsc30_a_killed_rank_is_named_before_the_peers_it_left(
     tmp_path: Path, message: str | None, expected: str
 ) -> None:
     directory = RunDirectory(tmp_path)

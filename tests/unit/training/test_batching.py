@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,17 @@ def test_each_epoch_uses_every_row_exactly_once(rows, batch_size, seed, epochs):
 def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch(rows, batch_size, done, shuffled):
     whole = list(batches(rows, batch_size, 5, 40, shuffled=shuffled))
     assert list(batches(rows, batch_size, 5, 40, shuffled=shuffled, done=done)) == whole[done:]
+
+
+@pytest.mark.parametrize("done", [7, 8, 12])
+def test_complaint_openrlhf1350_peers17_an_epoch_that_does_not_divide_loses_no_row(done):
+    """1000 rows in batches of 128: the eighth has 104, which a resumed run once skipped."""
+    before = list(batches(1000, 128, 3, 16))[:done]
+    rest = list(batches(1000, 128, 3, 16, done=done))
+    sizes = [len(batch) for batch in before + rest]
+    assert sizes == [*[128] * 7, 104] * 2
+    for epoch in ((before + rest)[:8], (before + rest)[8:]):
+        assert sorted(row for batch in epoch for row in batch) == list(range(1000))
 
 
 def test_last_partial_batch_is_kept():
