@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from data_sources.held_files import HeldFiles
 from data_sources.sealed import SEAL, check, seal
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,19 @@ def cache_root(setting: str | None) -> Path:
 
     Args:
         setting: `data.cache_dir`.
+
+    Raises:
+        ConfigError: it lies in a home directory that nobody knows.
     """
-    if setting or os.environ.get("RLHF_CACHE"):
-        return Path(setting or os.environ["RLHF_CACHE"]).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "rlhf"
+    root = setting or os.environ.get("RLHF_CACHE") or (f"{home}/rlhf" if home else "~/.cache/rlhf")
+    found = expanded(root)
+    if str(found).startswith("~") and not found.exists():
+        raise ConfigError(
+            f"data.cache_dir: no home directory is known for {root}; set it, or $RLHF_CACHE, to a "
+            "directory in full"
+        )
+    return found
 
 
 def published(root: Path, name: str, build: Build) -> Path:

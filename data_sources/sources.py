@@ -14,6 +14,7 @@ from data_sources.readers import is_data_file, read_file
 from data_sources.remote import RemoteFile, remote_files
 from rlhf_app.data_paths import fixed_part, has_wildcards, is_url, matching_files, no_weight
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 from rlhf_app.url_secrets import without_secrets
 
 _HUB_ID = re.compile(r"^[\w.-]+(?:/[\w.-]+)?(?::[\w.-]+)?$")
@@ -39,7 +40,7 @@ def read_source(
     wanted = (split,) if split else (EVALUATION_SPLITS if evaluation else TRAIN_SPLITS)
     if is_url(path):
         return _remote(path, split, wanted)
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_file():
         if split:
             raise ConfigError(f"{path} is one file and has no split {split!r}; drop the split")
@@ -60,7 +61,7 @@ def read_source(
 
 def is_hub_id(path: str) -> bool:
     """Returns whether a source is a dataset of the Hub: nothing here, and no path by its form."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     is_path = path.startswith(("/", ".", "~")) or is_data_file(place) or place.exists()
     return not is_path and _HUB_ID.match(path) is not None
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from rlhf_app.fingerprint import content_hash, file_hash
+from rlhf_app.home import expanded
 from rlhf_app.url_secrets import without_secrets
 
 # s3://..., https://..., memory://..., and chains such as zip://*.csv::https://...
@@ -22,22 +23,18 @@ def is_url(path: str) -> bool:
 
 def has_wildcards(path: str) -> bool:
     """Returns whether a path is a pattern such as data/*.jsonl, and no file of that very name."""
-    return (
-        not is_url(path)
-        and _WILDCARD.search(path) is not None
-        and not Path(path).expanduser().exists()
-    )
+    return not is_url(path) and _WILDCARD.search(path) is not None and not expanded(path).exists()
 
 
 def matching_files(pattern: str) -> list[Path]:
     """Returns the files that match a pattern (`**` for any depth), in order."""
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    found = glob.glob(str(expanded(pattern)), recursive=True)
     return sorted(path for path in map(Path, found) if path.is_file())
 
 
 def fixed_part(pattern: str) -> Path:
     """Returns the directory above the first part with a wildcard."""
-    parts = Path(pattern).expanduser().parts
+    parts = expanded(pattern).parts
     first = next(i for i, part in enumerate(parts) if _WILDCARD.search(part))
     return Path(*parts[:first])
 
@@ -45,7 +42,7 @@ def fixed_part(pattern: str) -> Path:
 def no_weight(path: str) -> str:
     """Returns a remark where a name that is not there ends in = and a weight that is none."""
     before, equals, weight = path.rpartition("=")
-    if not equals or not (Path(before).expanduser().exists() or matching_files(before)):
+    if not equals or not (expanded(before).exists() or matching_files(before)):
         return ""
     return f", and {weight!r} is no weight for {before} (a number, as in {before}=2)"
 

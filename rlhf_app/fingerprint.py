@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rlhf_app.home import expanded
+
 WHOLE_FILE_LIMIT = 256 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
@@ -47,7 +49,7 @@ def content_hash(name: str) -> str:
     Args:
         name: path or Hub id.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return tree_hash(path)
     if path.is_file():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlhf_app.config.functions import function_file
 from rlhf_app.fingerprint import content_hash
+from rlhf_app.home import expanded
 from rlhf_app.origins import OWN_PACKAGES
 
 # Found before anything of the user's; a change of this program is told by its version.
@@ -32,7 +33,7 @@ def function_hash(spec: str) -> str:
     file = function_file(spec)
     if not file:
         return ""
-    hashes = [content_hash(str(path)) for path in _with_imports(Path(file).expanduser(), module)]
+    hashes = [content_hash(str(path)) for path in _with_imports(expanded(file), module)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 

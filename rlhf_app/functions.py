@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 
 
 def load_function(kind: str, spec: str, example: str) -> Callable[..., Any]:
@@ -71,7 +72,7 @@ def _make_importable(directory: Path) -> None:
 
 def _module(shown: str, source: str) -> ModuleType:
     if source.endswith(".py"):
-        return _module_of_file(shown, Path(source).expanduser())
+        return _module_of_file(shown, expanded(source))
     here = Path.cwd()
     _make_importable(here)
     try:

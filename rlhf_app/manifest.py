@@ -21,6 +21,7 @@ from rlhf_app.data_paths import has_wildcards, source_hash
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
 from rlhf_app.function_hash import function_hash
+from rlhf_app.home import expanded
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_inputs import stage_inputs
 from rlhf_app.training.files import atomic_write_json
@@ -183,7 +184,7 @@ def _data_read(config: RunConfig, stage: StageName) -> tuple[StageName, ...]:
 
 def _source_settings(source: SourceConfig) -> dict[str, object]:
     values = source.model_dump(mode="json")
-    if Path(source.path).expanduser().exists() or has_wildcards(source.path):
+    if expanded(source.path).exists() or has_wildcards(source.path):
         values.pop("path")
     else:
         values["path"] = without_secrets(source.path)
@@ -196,7 +197,7 @@ def _reward_settings(source: RewardSource) -> dict[str, object]:
         key: without_secrets(value) if isinstance(value, str) else value
         for key, value in source.model_dump(mode="json").items()
     }
-    if source.classifier and Path(source.classifier).expanduser().exists():
+    if source.classifier and expanded(source.classifier).exists():
         values["classifier"] = "local"
     return values
 

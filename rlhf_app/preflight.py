@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf_app.config.schema import RunConfig, SourceConfig, StageName, TrainableSettings
 from rlhf_app.data_paths import has_wildcards, matching_files, no_weight
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 from rlhf_app.models.chat_templates import check_template
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file
 from rlhf_app.models.hub_names import is_local_path
@@ -184,7 +185,7 @@ def _check_text(config: RunConfig) -> None:
 
 
 def _check_model(flag: str, name: str) -> None:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (file := gguf_file(name)) is not None:
         check_gguf(file, flag)
         return
@@ -216,7 +217,7 @@ def _check_source(flag: str, source: SourceConfig) -> None:
         if not matching_files(name):
             raise ConfigError(f"{flag} {name}: no file matches the pattern")
         return
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists() or ":" in name:
         return
     looks_local = is_local_path(name) or name.lower().endswith(_DATA_SUFFIXES)

@@ -19,6 +19,7 @@ from rlhf_app.config.schema import STAGES, RunConfig, StageName
 from rlhf_app.data_paths import has_wildcards, matching_files
 from rlhf_app.errors import ConfigError
 from rlhf_app.fingerprint import content_hash
+from rlhf_app.home import expanded
 from rlhf_app.manifest import Manifest, StageRecord, stage_fingerprints, stage_settings
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.training.checkpoint.store import Checkpoint, CheckpointStore
@@ -141,7 +142,7 @@ def check_nothing_needed_is_removed(
         if decision.action == "run":
             removed = run.stage(decision.stage)
             for flag, name in _named_inputs(config):
-                if _lies_in(Path(name).expanduser(), removed):
+                if _lies_in(expanded(name), removed):
                     raise ConfigError(
                         f"{flag} {name}: lies in {removed}, which this run empties before the "
                         f"stage {decision.stage}; copy it elsewhere or use another --output-dir"

@@ -8,6 +8,7 @@ from rlhf_app.config.functions import names_function
 from rlhf_app.config.rewards import RewardSource
 from rlhf_app.config.schema import RunConfig
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 from rlhf_app.models.hub_names import is_local_path
 from rlhf_app.models.shapes import read_model_config
 
@@ -51,7 +52,7 @@ def check_scorer(flag: str, scorer: str) -> None:
             "my_scores:politeness"
         )
     source = scorer.rpartition(":")[0]
-    if source.endswith(".py") and not _is_file(Path(source).expanduser()):
+    if source.endswith(".py") and not _is_file(expanded(source)):
         raise ConfigError(f"{flag} {scorer}: no file {source}")
     from rlhf_app.scorers import load_scorer  # runs the user's code, so only when there is some
 
@@ -70,7 +71,7 @@ def _is_file(path: Path) -> bool:
 
 def _check_classifier(source: RewardSource, name: str) -> None:
     where = f"--reward-source {name}"
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         if is_local_path(name) or (path.parent != Path() and path.parent.is_dir()):
             raise ConfigError(f"{where}: no such directory, and no module:function or http address")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 
 if TYPE_CHECKING:
     from rlhf_app.config.load import Override
@@ -260,7 +261,7 @@ class Flags:
         for flag, value in (("--config", config), ("--output-dir", self.values["output_dir"])):
             if value is not None:
                 raise ConfigError(f"--resume {resume} and {flag} {value}: give one of them")
-        saved = Path(resume).expanduser().resolve() / "config.yaml"
+        saved = expanded(resume).resolve() / "config.yaml"
         if not saved.is_file():
             raise ConfigError(
                 f"--resume {resume}: holds no run ({saved} is missing); name the --output-dir of "
@@ -285,7 +286,7 @@ class Flags:
             plain = str(value) if isinstance(value, Path) else value
             found.extend(Override(key, plain, flag) for key in keys)
         if self.values["resume"] is not None:
-            resumed = str(Path(self.values["resume"]).expanduser().resolve())
+            resumed = str(expanded(self.values["resume"]).resolve())
             found.append(Override("output_dir", resumed, "--resume"))
         stages = self.stages or _chosen_stages(self.values.get("step"), self.values.get("stages"))
         if stages is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from rlhf_app.home import expanded
 
 
 class Section(BaseModel):
@@ -26,13 +27,20 @@ def clean_path(value: object) -> object:
             raise ValueError("expected a path or name, not an empty one")
         if "\0" in value:
             raise ValueError("expected a path or name without a null character")
+        if not value.isascii() and value.encode("utf-8", "replace") != value.encode(
+            "utf-8", "surrogatepass"
+        ):
+            raise ValueError("expected a name in UTF-8; rename the file")
         if "://" not in value and (
             len(value.encode(errors="replace")) > _LONGEST_PATH
             or any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/"))
         ):
             raise ValueError("too long for the name of a file")
-    if isinstance(value, str) and (value == "~" or value.startswith("~/")):
-        return str(Path(value).expanduser())
+    if isinstance(value, str) and value.startswith("~"):
+        place = expanded(value)
+        if str(place).startswith("~") and not place.exists():
+            raise ValueError(f"no home directory is known for {place.parts[0]}")
+        return str(place)
     return value
 
 

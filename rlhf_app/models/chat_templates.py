@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 
 #: What a template may raise beside Jinja's own errors.
 BROKEN_TEMPLATE = (
@@ -41,7 +40,7 @@ def check_template(name: str) -> None:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -39,7 +40,7 @@ def gguf_file(name: str) -> Path | None:
     Raises:
         ConfigError: a directory holds several such files and no other weights.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.suffix.lower() == SUFFIX and path.is_file():
         return path
     if not path.is_dir() or any(next(path.glob(w), None) for w in _USUAL_WEIGHTS):

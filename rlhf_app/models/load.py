@@ -16,6 +16,7 @@ import torch
 
 from rlhf_app.config.schema import Dtype
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 from rlhf_app.hybrid_engine.fused.joined import join_storage
 from rlhf_app.models.dropout import disable_dropout_in_config, disable_dropout_in_modules
 from rlhf_app.models.gguf_files import SUFFIX, check_gguf, gguf_file, pretrained_place
@@ -264,7 +265,7 @@ def check_model_path(path: str, setting: str) -> None:
         ConfigError: a directory without config.json, a file that is no GGUF file, or a path that
             is not there.
     """
-    local = Path(path).expanduser()
+    local = expanded(path)
     if (quantised := gguf_file(path)) is not None:
         check_gguf(quantised, setting)
     elif local.is_dir():
@@ -337,7 +338,7 @@ def load_errors(path: str, setting: str) -> Iterator[None]:
             ) from error
         if isinstance(error, IndexError | struct.error):
             raise
-        where = "" if Path(path).expanduser().exists() else " (neither a directory here nor "
+        where = "" if expanded(path).exists() else " (neither a directory here nor "
         where += "" if not where else "a model that the Hub would give us)"
         raise ConfigError(f"{setting} {path}{where}: {_first_line(error)}") from error
 

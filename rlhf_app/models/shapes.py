@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_app.home import expanded
 from rlhf_app.models.gguf_files import gguf_config, gguf_file
 
 Family = Literal["opt", "llama"]
@@ -264,7 +264,7 @@ def read_model_config(name: str) -> dict[str, Any] | None:
     """
     if (file := gguf_file(name)) is not None:
         return gguf_config(file)
-    path = Path(name).expanduser() / "config.json"
+    path = expanded(name) / "config.json"
     if not path.is_file():
         return None
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 from rlhf_app.errors import ConfigError
+from rlhf_app.home import expanded
 from rlhf_app.models.gguf_files import pretrained_place
 from rlhf_app.models.hub_reach import use_cache_if_unreachable
 
@@ -36,7 +36,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     is_local = directory.exists()
     place, arguments = pretrained_place(str(directory) if is_local else path)
     if is_local and not arguments and not directory.is_dir():

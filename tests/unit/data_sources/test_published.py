@@ -1,6 +1,7 @@
 """Directories of the cache: built once, published whole, and cleaned of what a crash left."""
 
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -120,3 +121,21 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("RLHF_CACHE", "/r")
     assert str(cache_root(None)) == "/r"
     assert str(cache_root("/s")) == "/s"
+
+
+def test_a_cache_in_no_known_home_names_the_setting(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("RLHF_CACHE", "~no.such.user/c")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: no home .* for ~no\.such\.user/c"):
+        cache_root(None)
+    monkeypatch.delenv("RLHF_CACHE")
+    # A user without an entry, as in containers that run under any number.
+    monkeypatch.delenv("HOME", raising=False)
+
+    def nobody(_):
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: no home directory is known"):
+        cache_root(None)
