@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 P = TypeVar("P")
 R = TypeVar("R")
 
-# More would only take memory from each other.
-_MOST_PER_CORE = 4
+# More would only take memory and time from each other.
+_MOST_PER_CORE = 2
 # What an object raises that cannot be pickled; one that is nested deeply is a RecursionError.
 _UNSENT = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
@@ -45,7 +45,7 @@ def in_order(work: Callable[[P], R], parts: Iterable[P], workers: int) -> Genera
     Args:
         work: has no state of its own.
         parts: are taken as they are needed.
-        workers: processes; 1 works in this one. No more than 4 for each core are started.
+        workers: processes; 1 works in this one. No more than 2 for each core are started.
     """
     parts, workers = iter(parts), _that_help(workers)
     # Parts whose results have not been yielded, and those results.
