@@ -201,8 +201,9 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signal.Signals(signum))
 
-    # What is ignored stays ignored: nohup means it.
-    heard = [number for number in _HANDLED if signal.getsignal(number) != signal.SIG_IGN]
+    # nohup means it. That a shell lets what it starts with & ignore SIGINT is about the keyboard.
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in _HANDLED if not (nohup and number == signal.SIGHUP)]
     before = {number: signal.signal(number, note) for number in heard}
     try:
         yield noted
