@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ MORE_VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
     "bf16, zero2, two ranks": (dict.fromkeys(_ZERO, 2) | {"model.dtype": "bf16"} | _RICH, 2),
     "bf16, zero3": (dict.fromkeys(_ZERO, 3) | {"model.dtype": "bf16"} | _RICH, 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """A test that fails in the middle leaves no run behind."""
+    yield
+    for process in left_over(tmp_path):
+        process.kill()
 
 
 def kill(process: subprocess.Popen[str]) -> None:
