@@ -44,9 +44,9 @@ _RICH = {
 # Name -> settings, processes.
 VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
     "whole": (_RICH, 1),
-    "zero3, two ranks, adapters": (dict.fromkeys(_ZERO, 3) | {"lora.rank": 4} | _RICH, 2),
 }
 MORE_VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
+    "zero3, two ranks, adapters": (dict.fromkeys(_ZERO, 3) | {"lora.rank": 4} | _RICH, 2),
     "zero0, two ranks": ({}, 2),
     "zero2, two ranks": (dict.fromkeys(_ZERO, 2), 2),
     "zero3": (dict.fromkeys(_ZERO, 3), 1),
@@ -211,7 +211,15 @@ def test_a_worker_started_by_hand_hears_signals(run: tuple[Path, list[str]]) -> 
     assert "checkpoint of step" in output
 
 
-@pytest.mark.parametrize("hurt", ["cut", "flipped", "poisoned", "no index"])
+@pytest.mark.parametrize(
+    "hurt",
+    [
+        "flipped",
+        "poisoned",
+        pytest.param("cut", marks=pytest.mark.campaign),
+        pytest.param("no index", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_serves(
     run: tuple[Path, list[str]], undisturbed: dict[str, Any], hurt: str, tmp_path: Path
 ) -> None:
