@@ -110,13 +110,17 @@ def _check_resume(
     made_anew: bool,
 ) -> None:
     """Hours of work are not thrown away because a setting has changed: that is said first."""
-    changes = differences(config, run, stage, record) if not made_anew else []
-    changes = [what for what in changes if not what.partition(" ")[0].endswith(_SPEED_ALONE)]
     if made_anew:
         changes = ["an earlier stage is not finished"]
-    elif checkpoint.world_size != (config.deployment.num_processes or 1):
-        now = config.deployment.num_processes or 1
-        changes.append(f"number of processes {checkpoint.world_size} -> {now}")
+    else:
+        changes = [
+            change
+            for change in differences(config, run, stage, record)
+            if not change.partition(" ")[0].endswith(_SPEED_ALONE)
+        ]
+        processes = config.deployment.num_processes or 1
+        if checkpoint.world_size != processes:
+            changes.append(f"number of processes {checkpoint.world_size} -> {processes}")
     if changes:
         raise ConfigError(
             f"{run.stage(stage)} has a checkpoint of step {checkpoint.step} of "

@@ -62,16 +62,16 @@ class Watchdog:
         silent = time.time() - max(beat.time for beat in beats)
         if silent < self._minutes * 60:
             return None
-        held_up = [f"rank {beat.rank} {how}" for beat in beats if (how := _trouble(beat))]
+        held_up = [(beat, how) for beat in beats if (how := _trouble(beat))]
         _dump_stacks(beats)
         if not held_up:
             first = min(beats, key=lambda beat: beat.time)
-            held_up = [f"rank {first.rank} was the first to fall silent"]
-        doing = next(beat.doing for beat in beats if held_up[0].startswith(f"rank {beat.rank} "))
+            held_up = [(first, "was the first to fall silent")]
+        who = " and ".join(f"rank {beat.rank} {how}" for beat, how in held_up)
         return (
-            f"no worker has moved for {silent / 60:.1f} minutes: {' and '.join(held_up)} "
-            f"(phase: {doing}). Where each of them is, is in its log; if a phase may take that "
-            "long, raise deployment.hang_minutes"
+            f"no worker has moved for {silent / 60:.1f} minutes: {who} "
+            f"(phase: {held_up[0][0].doing}). Where each of them is, is in its log; if a phase may "
+            "take that long, raise deployment.hang_minutes"
         )
 
 

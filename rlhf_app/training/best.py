@@ -49,6 +49,11 @@ class BestWeights:
         self._kept: Kept | None = None
 
     @property
+    def metric(self) -> str | None:
+        """Name of the number to choose by, or None: the last weights are the artifact."""
+        return self._metric
+
+    @property
     def kept(self) -> Kept | None:
         """Whose weights are saved; None so far, or where the last are saved in any case."""
         return self._kept

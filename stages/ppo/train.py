@@ -39,6 +39,7 @@ from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.ema import WeightAverage
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
+from rlhf_app.training.milestones import Milestones
 from rlhf_app.training.progress import Progress
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
@@ -168,31 +169,29 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         state=state,
     )
 
-    def look(update: int) -> None:
-        """Evaluates where it is time to; the last or the best weights become the artifacts."""
-        last = update == updates or "stopped" in progress.facts
-        if not (last or update == 0 or (ppo.eval_every and update % ppo.eval_every == 0)):
-            return
-        clock.lap("training")
-        if progress.evaluated != update:  # else the checkpoint was written after it
-            # At first the actor has the reference's weights: one scoring is enough.
-            report = evaluations.evaluate(update, models.actor if update else models.reference)
-            health.evaluation(update, report.numbers(), [row.gold for row in report.rows])
-            # What the warm-up leaves is no trained policy.
-            trained = update > ppo.critic_warmup_updates
-            chosen = trained and best.offer(update, report.numbers(), last=last)
-            progress.note(update, report, chosen=chosen)
-            if update == 0 and inputs["base"] != inputs["actor"]:
-                progress.facts["base"] = asdict(evaluations.evaluate_base(inputs["base"]))
-            clock.lap("evaluation")
-            if chosen and ppo.keep_best:
-                checkpoints.pin(update)
-        if update and progress.kept_step == update:
-            _save(models, run, dist, average, with_critic=ppo.save_critic)
-            clock.lap("saving")
+    def measure(update: int) -> PolicyReport:
+        # At first the actor has the reference's weights: one scoring is enough.
+        report = evaluations.evaluate(update, models.actor if update else models.reference)
+        health.evaluation(update, report.numbers(), [row.gold for row in report.rows])
+        if update == 0 and inputs["base"] != inputs["actor"]:
+            progress.facts["base"] = asdict(evaluations.evaluate_base(inputs["base"]))
+        return report
+
+    milestones = Milestones(
+        progress,
+        best,
+        checkpoints,
+        clock,
+        every=ppo.eval_every,
+        measure=measure,
+        numbers=PolicyReport.numbers,
+        save=lambda _: _save(models, run, dist, average, with_critic=ppo.save_critic),
+        # What the warm-up of the critic leaves is no trained policy.
+        untrained=ppo.critic_warmup_updates,
+    )
 
     done = checkpoints.resume()
-    look(done)
+    milestones.look(done, last=done == updates or "stopped" in progress.facts)
     for update in range(done + 1, updates + 1):
         if "stopped" in progress.facts:
             break
@@ -253,8 +252,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         if stopped is not None:
             progress.facts["stopped"] = stopped
             log.warning("training ends after update %d of %d: %s", update, updates, stopped)
-        checkpoints.after(update, last=update == updates or stopped is not None)
-        look(update)
+        last = update == updates or stopped is not None
+        checkpoints.after(update, last=last)
+        milestones.look(update, last=last)
 
     before, kept = progress.before, progress.kept
     if dist.is_main and before is not None and kept is not None:

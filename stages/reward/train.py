@@ -51,6 +51,7 @@ from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
+from rlhf_app.training.milestones import Milestones
 from rlhf_app.training.progress import Progress
 from rlhf_app.training.seeding import seed_everything
 from stages.reward.batches import PairBatch, collate
@@ -201,23 +202,6 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         state={"progress": progress, "best": best, "metrics": metrics, "clock": clock},
     )
 
-    def look(step: int) -> None:
-        """Evaluates where it is time to; the last or the best weights become the artifact."""
-        last = step == total_steps
-        if not (last or step == 0 or (settings.eval_every and step % settings.eval_every == 0)):
-            return
-        clock.lap("training")
-        if progress.evaluated != step:  # else the checkpoint was written after it
-            measured = measure(step)
-            chosen = step > 0 and best.offer(step, vars(measured), last=last)
-            progress.note(step, measured, chosen=chosen)
-            clock.lap("evaluation")
-            if chosen and settings.keep_best:
-                checkpoints.pin(step)
-        if step and progress.kept_step == step and progress.kept is not None:
-            save(progress.kept)
-            clock.lap("saving")
-
     def save(evaluation: Evaluation) -> None:
         """The model with the score statistics of its own evaluation."""
         facts = RewardFacts(
@@ -229,10 +213,21 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         )
         save_scalar_model(engine, tokenizer, run.artifact("reward"), dist, facts)
 
+    milestones = Milestones(
+        progress,
+        best,
+        checkpoints,
+        clock,
+        every=settings.eval_every,
+        measure=measure,
+        numbers=vars,
+        save=save,
+    )
+
     # 4. The loop, from where the newest checkpoint is.
     clock.lap("engine")
     done = checkpoints.resume()
-    look(done)
+    milestones.look(done, last=done == total_steps)
     order = batches(
         len(train),
         settings.batch_size,
@@ -264,8 +259,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=tokens / (time.perf_counter() - began),
             padding_share=1 - tokens / computed,
         )
-        checkpoints.after(step, last=step == total_steps)
-        look(step)
+        last = step == total_steps
+        checkpoints.after(step, last=last)
+        milestones.look(step, last=last)
 
     # 5. Last of all the result.
     kept = progress.kept

@@ -46,6 +46,7 @@ from rlhf_app.training.distributed import Dist, close, setup
 from rlhf_app.training.files import atomic_write_json
 from rlhf_app.training.metrics import MetricsWriter
 from rlhf_app.training.micro_batches import BatchLimit
+from rlhf_app.training.milestones import Milestones
 from rlhf_app.training.progress import Progress
 from rlhf_app.training.saving import save_causal_lm
 from rlhf_app.training.seeding import seed_everything
@@ -174,32 +175,30 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
         state={"progress": progress, "best": best, "metrics": metrics, "clock": clock},
     )
 
-    def look(step: int) -> None:
-        """Evaluates where it is time to; the last or the best weights become the artifact."""
-        last = step == total_steps
-        if not (last or step == 0 or (sft.eval_every and step % sft.eval_every == 0)):
-            return
-        clock.lap("training")
-        if progress.evaluated != step:  # else the checkpoint was written after it
-            measured = measure(step)
-            chosen = step > 0 and best.offer(step, {"loss": measured.loss}, last=last)
-            progress.note(step, measured, chosen=chosen)
-            clock.lap("evaluation")
-            if chosen and sft.keep_best:
-                checkpoints.pin(step)
-        if step and progress.kept_step == step:
-            save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
-            clock.lap("saving")
-            # Whole weights on each rank need only one of them to sample; shards need all.
-            if dist.is_main or engine.zero_optimization_stage() == 3:
-                progress.facts["samples"] = _samples(config, engine, held_out, fmt)
-            dist.barrier()
-            clock.lap("generation")
+    def save(_: Evaluation) -> None:
+        save_causal_lm(engine, tokenizer, run.artifact("sft"), dist, stop_ids=fmt.stop_ids)
+        clock.lap("saving")
+        # Whole weights on each rank need only one of them to sample; shards need all.
+        if dist.is_main or engine.zero_optimization_stage() == 3:
+            progress.facts["samples"] = _samples(config, engine, held_out, fmt)
+        dist.barrier()
+        clock.lap("generation")
+
+    milestones = Milestones(
+        progress,
+        best,
+        checkpoints,
+        clock,
+        every=sft.eval_every,
+        measure=measure,
+        numbers=lambda report: {"loss": report.loss},
+        save=save,
+    )
 
     # 4. The loop, from where the newest checkpoint is.
     clock.lap("engine")
     done = checkpoints.resume()
-    look(done)
+    milestones.look(done, last=done == total_steps)
     order = batches(
         len(train), sft.batch_size, config.seed, total_steps, shuffled=not train.in_order, done=done
     )
@@ -222,8 +221,9 @@ def _train(config: RunConfig, run: RunDirectory, dist: Dist, clock: StageClock) 
             tokens_per_second=row_tokens / (time.perf_counter() - began),
             padding_share=1 - row_tokens / computed,
         )
-        checkpoints.after(step, last=step == total_steps)
-        look(step)
+        last = step == total_steps
+        checkpoints.after(step, last=last)
+        milestones.look(step, last=last)
 
     # 5. Last of all the result.
     before, kept = progress.before, progress.kept
