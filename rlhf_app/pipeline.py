@@ -34,6 +34,7 @@ from rlhf_app.reuse import check_nothing_needed_is_removed, decide
 from rlhf_app.run_directory import RunDirectory
 from rlhf_app.stage_run import run_stage, say
 from rlhf_app.training.checkpoint.store import CheckpointStore
+from rlhf_app.training.files import atomic_write_text
 
 if TYPE_CHECKING:
     from data_sources.embedded import EmbeddedTask
@@ -82,7 +83,7 @@ def run_pipeline(resolved: Resolved, *, force: bool, console: Console) -> None:
         redone = [decision.stage for decision in decisions if decision.action != "reuse"]
         collect_summary(run, without=redone)
         _check_data(config, redone)
-        _write_config(config, run)
+        atomic_write_text(run.config, dump_config(config))
         for decision in decisions:
             if decision.action == "reuse":
                 say(console, f"{decision.stage}: reused, unchanged")
@@ -167,9 +168,3 @@ def _check_seed(config: RunConfig, run: RunDirectory, manifest: Manifest, force:
                 f"{run.stage(stage)} {state}, but would change: seed {old} -> {config.seed}; "
                 "use --force to redo it and the stages after it, or another --output-dir"
             )
-
-
-def _write_config(config: RunConfig, run: RunDirectory) -> None:
-    temporary = run.config.with_suffix(".tmp")
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    os.replace(temporary, run.config)

@@ -66,6 +66,13 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
         process.kill()
 
 
+def start_until(argv: list[str], out: Path, steps: int) -> subprocess.Popen[str]:
+    """Starts a run of SFT and waits until it has made some steps."""
+    process = start(argv)
+    assert wait_for(process, lambda: steps_done(out, "sft") >= steps)
+    return process
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """The controller alone: what it started must go with it."""
     process.kill()
@@ -132,8 +139,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
 ) -> None:
     out, argv = run
     argv = [*argv, "--set=checkpoint.every_steps=null", "--set=checkpoint.every_minutes=null"]
-    process = start(argv)
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 5)
+    process = start_until(argv, out, 5)
     process.send_signal(signal.SIGUSR1)  # a checkpoint, and on
     assert wait_for(process, lambda: list(out.glob("sft/checkpoints/step_*")) != [])
     seen = steps_done(out, "sft")
@@ -182,8 +188,7 @@ def test_a_run_outlives_its_terminal_and_heeds_a_scheduler(
 
 def test_a_second_ctrl_c_stops_at_once(run: tuple[Path, list[str]]) -> None:
     out, argv = run
-    process = start(argv)
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 3)
+    process = start_until(argv, out, 3)
     (worker,) = workers(process)
     worker.suspend()  # so that it cannot stop as asked
     process.send_signal(signal.SIGINT)
@@ -199,8 +204,7 @@ def test_a_second_ctrl_c_stops_at_once(run: tuple[Path, list[str]]) -> None:
 
 def test_a_worker_started_by_hand_hears_signals(run: tuple[Path, list[str]]) -> None:
     out, argv = run
-    process = start(argv)
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 3)
+    process = start_until(argv, out, 3)
     kill(process)
     worker = start([argv[0], "-m", "rlhf_app.commands.worker", str(out), "sft"])
     before = steps_done(out, "sft")
@@ -224,8 +228,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_serves(
     run: tuple[Path, list[str]], undisturbed: dict[str, Any], hurt: str, tmp_path: Path
 ) -> None:
     out, argv = run
-    process = start(argv)
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 9)
+    process = start_until(argv, out, 9)
     kill(process)
     newest = max(out.glob("sft/checkpoints/step_*"))
     file = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
@@ -260,8 +263,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused_and_nothing_is_lost(
     run: tuple[Path, list[str]], undisturbed: dict[str, Any]
 ) -> None:
     out, argv = run
-    process = start(argv)
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 5)
+    process = start_until(argv, out, 5)
     code, output = finish(argv)
     assert code == 2
     assert "another rlhf is running there" in output
@@ -284,8 +286,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused_and_nothing_is_lost(
 def test_a_hung_rank_ends_the_run(small_run: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = _SFT | {"deployment.num_processes": 2, "deployment.hang_minutes": 0.1}
-    process = start(command(out, settings, *small_run))
-    assert wait_for(process, lambda: steps_done(out, "sft") >= 3)
+    process = start_until(command(out, settings, *small_run), out, 3)
     workers(process)[1].suspend()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
@@ -306,15 +307,13 @@ def test_a_full_disk_costs_checkpoints_or_the_run_but_nothing_that_was_saved(
     try:
         out = small / "run"
         argv = command(out, _SFT, *small_run)
-        process = start(argv)
-        assert wait_for(process, lambda: steps_done(out, "sft") >= 5)
+        process = start_until(argv, out, 5)
         kill(process)
         # Not enough for another checkpoint, enough for logs: training goes on without.
         free = shutil.disk_usage(small).free
         filler = small / "filler"
         filler.write_bytes(b"\0" * (free - (2 << 20)))
-        process = start(argv)
-        assert wait_for(process, lambda: steps_done(out, "sft") >= 60)
+        process = start_until(argv, out, 60)
         process.send_signal(signal.SIGTERM)  # which finds no room for a last one
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 3, output
